@@ -1,0 +1,1 @@
+"""DeepSpeed: the configuration, the engine, one optimizer step, the start-up proofs."""

@@ -1,0 +1,229 @@
+"""The command line of training and planning: words in, `RunConfig` and `Recipe` out.
+
+Owns the flags that say where and when (`RunConfig`), the reading of recipe files, and the one-line
+form of every argument error. The science's flags are the fields of `Recipe` itself: `--recipe` picks the
+defaults that the other flags then override. Imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import tyro
+
+from ds_sft.errors import ConfigError
+from ds_sft.recipe.recipe import RECIPES, Recipe, named_recipe, recipe_from_mapping
+
+T = TypeVar("T")
+DEFAULT_RECIPE = "qwen3-8b"
+
+# Flags of the first trainer that have no meaning on DeepSpeed, and what to do instead.
+REPLACED_FLAGS = {
+    "--init-mode": "ZeRO-3 always loads shard by shard; drop the flag",
+    "--wrap-embeddings": "ZeRO-3 partitions every parameter; drop the flag",
+    "--fused-adam": "the optimizer follows --deepspeed-config (offload takes DeepSpeed's CPU Adam): "
+    "drop the flag",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Where and when: what moves no loss."""
+
+    data: Path
+    """Packed data set, made by `ds-sft prepare`."""
+    out: Path | None = None
+    """Run directory: run.json, metrics.jsonl, checkpoints/, hf/, finished."""
+    recipe: str = DEFAULT_RECIPE
+    """Named recipe (qwen3-8b, qwen3-4b, qwen3-1.7b) or a .toml file."""
+    deepspeed_config: Path = Path("ds_configs/zero3.json")
+    """Plain DeepSpeed JSON; what the recipe decides is not in it."""
+    tokenizer: str = ""
+    """Tokenizer that exports write; default: the one stored with the data, else the model's."""
+    epochs: float = 0.0
+    """Length of the run in passes over the data; excludes --num-train-steps."""
+    per_device_batch: int = 1
+    """Packs per rank in one microbatch."""
+    allow_idle: bool = False
+    """Accept more than 25 % idle slots when the world size does not divide the batch."""
+    loss_chunk_size: int = 2048
+    """Tokens per chunk of the cross-entropy; 0 = the whole row at once."""
+    allow_full_logits: bool = False
+    """Accept --loss-chunk-size 0, which holds [tokens, vocabulary] logits."""
+    no_loss_checkpoint: bool = False
+    """Accepted from the first trainer; the head keeps no logits and recomputes nothing."""
+    attn_impl: Literal["auto", "flash_attention_2", "varlen", "sdpa"] = "auto"
+    """Attention kernel: flash-attn, torch's varlen_attn, or one SDPA call per document."""
+    temp_checkpoint_minutes: float = 10.0
+    """A temporary checkpoint when so long passed since any save; 0 = off."""
+    keep_checkpoints: int = 2
+    """Native checkpoints that stay; 0 = all."""
+    hf_export_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    """Precision of the exports."""
+    keep_generation_config: bool = False
+    """Copy the model's generation_config.json into exports."""
+    resume: str = "auto"
+    """auto (newest whole checkpoint of --out), none, or a checkpoint directory."""
+    allow_change: tuple[str, ...] = ()
+    """Recipe fields that a resumed run may change, for example num_train_steps."""
+    stop_after: int = 0
+    """Stop after so many completed steps without changing the schedule; 0 = run to the end."""
+    log_every: int = 1
+    """A console line every so many steps; the last step always."""
+    skip_checks: bool = False
+    """Skip the start-up proofs."""
+    collective_timeout_minutes: float = 30.0
+    """A collective that takes longer ends the run."""
+    wandb_project: str = ""
+    """Log to this Weights & Biases project."""
+    wandb_name: str = ""
+    """Run name; default: the name of the run directory."""
+    wandb_id: str = ""
+    """Fixed run id; default: one that is kept in the run directory."""
+    dry_run: bool = False
+    """Print the plan and stop."""
+
+    def __post_init__(self) -> None:
+        if self.loss_chunk_size == 0 and not self.allow_full_logits:
+            raise ConfigError(
+                "--loss-chunk-size 0 holds [tokens, vocabulary] logits in float32 (20 GB for 32k "
+                "tokens of Qwen3): use 2048, or add --allow-full-logits"
+            )
+        minimum = {
+            "per_device_batch": 1,
+            "loss_chunk_size": 0,
+            "keep_checkpoints": 0,
+            "stop_after": 0,
+            "log_every": 1,
+            "temp_checkpoint_minutes": 0,
+            "epochs": 0,
+            "collective_timeout_minutes": 0.01,
+        }
+        for name, low in minimum.items():
+            if not getattr(self, name) >= low:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag}={getattr(self, name)} must be at least {low}")
+
+    @property
+    def run_dir(self) -> Path:
+        """--out. Raises ConfigError when it was not given."""
+        if self.out is None:
+            raise ConfigError(
+                "--out is missing: name the run directory, for example --out runs/one"
+            )
+        return self.out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainFlags:
+    """Everything on the command line of training."""
+
+    run: RunConfig
+    """Where and when."""
+    science: Recipe
+    """What decides the loss curve; defaults are those of --recipe."""
+
+
+def parse_train(argv: Sequence[str], prog: str = "ds_sft.train") -> tuple[RunConfig, Recipe]:
+    """`RunConfig` and `Recipe` from the command line. Raises ConfigError."""
+    flags = parse_with_recipe(TrainFlags, argv, prog)
+    return flags.run, flags.science
+
+
+def parse_with_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
+    """Parse a dataclass with a `run: RunConfig` and a `science: Recipe` part.
+
+    The recipe named by `--recipe` supplies the defaults of the science's flags.
+    """
+    argv = accept_old_spellings(argv)
+    base = load_recipe(_peek(argv, "--recipe") or DEFAULT_RECIPE)
+    steps = _peek(argv, "--num-train-steps") or _peek(argv, "--num_train_steps")
+    epochs = _peek(argv, "--epochs")
+    if steps and epochs:
+        raise ConfigError(f"--epochs {epochs} and --num-train-steps {steps} exclude each other")
+    return parse_flags(cls, argv, prog, defaults={"run": tyro.MISSING_NONPROP, "science": base})
+
+
+def parse_flags(
+    cls: type[T], argv: Sequence[str], prog: str, defaults: dict[str, object] | None = None
+) -> T:
+    """Parse `argv` into `cls` with tyro. Raises ConfigError with one line instead of tyro's box."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                cls,
+                args=list(argv),
+                prog=prog,
+                default=cls(**defaults) if defaults else tyro.MISSING_NONPROP,
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+            )
+    except SystemExit as exit_:
+        if exit_.code in (0, None):
+            raise
+        raise ConfigError(_one_line(said.getvalue(), prog)) from None
+
+
+def _one_line(box: str, prog: str) -> str:
+    """The message inside tyro's box: up to the hint at the full help, without the frame."""
+    rows = [re.sub(r"^[│╭╰─ ]+|[│╮╯─ ]+$", "", row).strip() for row in box.splitlines()[1:]]
+    words: list[str] = []
+    for row in rows:
+        if row.startswith(("For full helptext", "Argument helptext")):
+            break
+        words.append(row)
+    message = re.sub(r"\s+", " ", " ".join(words)).strip()
+    return f"{message or 'the arguments are wrong'} (see {prog} --help)"
+
+
+def accept_old_spellings(argv: Sequence[str]) -> list[str]:
+    """Translate what launchers and the first trainer pass; refuse what no longer exists."""
+    out: list[str] = []
+    skip_next = False
+    for word in argv:
+        name = word.partition("=")[0].replace("_", "-") if word.startswith("--") else word
+        if skip_next:
+            skip_next = False
+        elif name in REPLACED_FLAGS:
+            raise ConfigError(f"{name} is a flag of the FSDP trainer: {REPLACED_FLAGS[name]}")
+        elif name == "--local-rank":  # the launcher's; the rank comes from the environment
+            skip_next = "=" not in word
+        elif name == "--shuffle":
+            out += ["--order", "shuffle"]
+        else:
+            out.append(word)
+    return out
+
+
+def load_recipe(name: str) -> Recipe:
+    """A named recipe, or the one in a TOML file. Raises ConfigError."""
+    if not name.endswith(".toml"):
+        return named_recipe(name)
+    path = Path(name)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"recipe file {name} does not exist: use {', '.join(RECIPES)} or a path"
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise ConfigError(f"recipe file {name} cannot be read: {e}") from None
+    return recipe_from_mapping(values, name)
+
+
+def _peek(argv: Sequence[str], flag: str) -> str | None:
+    """Value of `flag` in `argv` before it is parsed in earnest; the last one counts."""
+    value = None
+    for i, word in enumerate(argv):
+        if word == flag and i + 1 < len(argv):
+            value = argv[i + 1]
+        elif word.startswith(flag + "="):
+            value = word.partition("=")[2]
+    return value

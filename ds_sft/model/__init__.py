@@ -1,0 +1,1 @@
+"""The model on one rank: loading under ZeRO-3, attention inside documents, chunked loss."""

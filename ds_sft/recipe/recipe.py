@@ -1,0 +1,189 @@
+"""What decides the loss curve: one frozen `Recipe`, and the named recipes of the Marin runs.
+
+Owns every number that changes what is learned. Leaves memory and speed to the DeepSpeed JSON, and
+paths and cadence of the machine to `RunConfig`. Invariant: a `Recipe` that exists is consistent.
+
+The named recipes hold the figures of the Marin experiment files (`qwen3-8b`: self-instill, 2k
+steps, learning rate 5e-6; `qwen3-4b` and `qwen3-1.7b`: OT4, learning rate 2e-5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_sft.errors import ConfigError
+
+LR_SCHEDULES = ("cosine", "linear", "constant", "inv_sqrt", "inv")
+REFUSED_LEVANTER_FIELDS = ("cycles", "cycle_length", "cooldown", "rewarmup")
+
+
+def _require(ok: bool, name: str, value: object, advice: str) -> None:
+    if not ok:  # NaN compares false, so it lands here too
+        raise ConfigError(f"{name}={value} is out of range: {advice}")
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is not known: use {', '.join(choices)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One training recipe. Raises ConfigError when its fields contradict each other."""
+
+    model_id: str
+    """Hugging Face id or directory of the model to start from."""
+    chat_template: str = ""
+    """Chat template that `prepare` should use: "qwen3" is the shipped one, "" the tokenizer's."""
+    learning_rate: float
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; norms, embeddings and biases are excluded."""
+    warmup: float = 0.0
+    """Warmup: up to 1.0 a fraction of the run, above that a whole number of steps."""
+    decay: float | None = None
+    """Decay: as warmup; none = everything after the warmup."""
+    min_lr_ratio: float = 0.1
+    """Floor of the learning rate, relative to the peak."""
+    lr_schedule: str = "cosine"
+    """Shape of the decay: cosine, linear, constant, inv_sqrt or inv."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 = off."""
+    beta1: float = 0.9
+    """Adam: decay of the first moment."""
+    beta2: float = 0.999
+    """Adam: decay of the second moment."""
+    eps: float = 1e-8
+    """Adam: added to the root of the second moment."""
+    train_batch_size: int
+    """Packs in one optimizer step, over all ranks."""
+    loss_groups: int = 2
+    """Groups of the batch that are normalised by their own target count, then averaged."""
+    num_train_steps: int = 0
+    """Optimizer steps of the whole run; 0 = ceil(8 * packs / train_batch_size)."""
+    steps_per_checkpoint: int = 20
+    """A native checkpoint at every label that is a multiple of this."""
+    steps_per_hf_export: int = 100
+    """A Hugging Face export at every label that is a multiple of this."""
+    compute_dtype: str = "bfloat16"
+    """Precision of forward and backward; the masters are always float32."""
+    grad_reduce_dtype: str = "float32"
+    """Precision in which gradients are summed over ranks."""
+    order: str = "sequential"
+    """Order of the packs: sequential, shuffle (one seeded permutation), or an .npy file."""
+    data_seed: int = 42
+    """Seed of --order shuffle."""
+    trainer_seed: int = 0
+    """Seed of torch and numpy in the trainer."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "train_batch_size",
+            "loss_groups",
+            "steps_per_checkpoint",
+            "steps_per_hf_export",
+        ):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "use a number above 0")
+        _require(
+            self.num_train_steps >= 0,
+            "num_train_steps",
+            self.num_train_steps,
+            "use 0 (derived from the data) or more",
+        )
+        _require(
+            self.learning_rate > 0, "learning_rate", self.learning_rate, "use a number above 0"
+        )
+        for name in ("weight_decay", "max_grad_norm"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "use 0 (off) or more")
+        _require(self.eps > 0, "eps", self.eps, "use a number above 0")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "use 0 <= x < 1")
+        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use 0 to 1")
+        for name in ("compute_dtype", "grad_reduce_dtype"):
+            _choice(name, getattr(self, name), ("bfloat16", "float32"))
+        _choice("lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        if self.lr_schedule == "inv" and self.min_lr_ratio == 0:
+            raise ConfigError("lr_schedule=inv divides by min_lr_ratio: use a min_lr_ratio above 0")
+        if self.compute_dtype == "float32" and self.grad_reduce_dtype == "bfloat16":
+            raise ConfigError(
+                "compute_dtype=float32 with grad_reduce_dtype=bfloat16 loses what it "
+                "computed: use --grad-reduce-dtype float32"
+            )
+        if self.train_batch_size % self.loss_groups:
+            low = self.train_batch_size // self.loss_groups * self.loss_groups
+            near = [str(n) for n in (low, low + self.loss_groups) if n > 0]
+            raise ConfigError(
+                f"train_batch_size={self.train_batch_size} cannot be split into "
+                f"{self.loss_groups} loss groups: use {' or '.join(near)}"
+            )
+
+    def replace(self, **changes: Any) -> Recipe:
+        """A copy with `changes`, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    def steps(self, num_packs: int) -> int:
+        """Optimizer steps of the run over a data set of `num_packs`; 8 epochs when not given."""
+        return self.num_train_steps or -(-8 * num_packs // self.train_batch_size)
+
+
+_OT4 = {
+    "chat_template": "qwen3", "learning_rate": 2e-5, "weight_decay": 0.0, "warmup": 0.03,
+    "decay": 0.9, "max_grad_norm": 0.2, "train_batch_size": 128,
+}  # fmt: skip
+
+RECIPES: dict[str, Recipe] = {
+    "qwen3-8b": Recipe(
+        model_id="Qwen/Qwen3-8B", chat_template="qwen3", learning_rate=5e-6, weight_decay=0.01,
+        warmup=0.05, decay=0.9, train_batch_size=64, num_train_steps=2000,
+    ),
+    "qwen3-4b": Recipe(model_id="Qwen/Qwen3-4B", **_OT4),  # type: ignore[arg-type]
+    "qwen3-1.7b": Recipe(model_id="Qwen/Qwen3-1.7B", **_OT4),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+def recipe_from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
+    """A recipe from the keys of a TOML file named `where`; `base` names a recipe to start from.
+
+    Raises ConfigError for an unknown key, a value of the wrong type, and Levanter's fields that we
+    do not have (cycles, cooldown).
+    """
+    types = {f.name: str(f.type) for f in dataclasses.fields(Recipe)}
+    values = dict(values)
+    base = values.pop("base", None)
+    # Levanter writes `decay: null` for "all that remains"; the field's default says the same.
+    values = {key: value for key, value in values.items() if value is not None}
+    for key, value in values.items():
+        if key in REFUSED_LEVANTER_FIELDS:
+            raise ConfigError(
+                f"{where}: `{key}` is not supported: ds_sft runs one warmup/decay cycle"
+            )
+        if key not in types:
+            near = difflib.get_close_matches(key, types, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(types)}"
+            raise ConfigError(f"{where}: unknown key `{key}`: {hint}")
+        if not _fits(value, types[key]):
+            raise ConfigError(f"{where}: {key}={value!r} must be of type {types[key]}")
+    if base is not None:
+        return named_recipe(base).replace(**values)
+    missing = [n for n in ("model_id", "learning_rate", "train_batch_size") if n not in values]
+    if missing:
+        raise ConfigError(f'{where}: {", ".join(missing)} missing: give it, or base = "qwen3-8b"')
+    return Recipe(**values)
+
+
+def named_recipe(name: str) -> Recipe:
+    """The recipe called `name`. Raises ConfigError with the known names."""
+    if name not in RECIPES:
+        raise ConfigError(f"recipe {name!r} is not known: use {', '.join(RECIPES)} or a .toml file")
+    return RECIPES[name]
+
+
+def _fits(value: object, annotation: str) -> bool:
+    if isinstance(value, bool):
+        return False
+    accepted = {"int": (int,), "str": (str,)}.get(annotation, (int, float))
+    return isinstance(value, accepted)

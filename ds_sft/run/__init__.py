@@ -1,0 +1,1 @@
+"""The life of a run directory: manifest, metrics, checkpoints, resume, exports, verification."""
