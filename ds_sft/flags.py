@@ -1,8 +1,8 @@
 """The command line of training and planning: words in, `RunConfig` and `Recipe` out.
 
 Owns the flags that say where and when (`RunConfig`), the reading of recipe files, and the one-line
-form of every argument error. The science's flags are the fields of `Recipe` itself: `--recipe` picks the
-defaults that the other flags then override. Imports neither torch nor numpy.
+form of every argument error. The science's flags are the fields of `Recipe` itself: `--recipe`
+picks the defaults that the other flags then override. Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULT_RECIPE = "qwen3-8b"
 REPLACED_FLAGS = {
     "--init-mode": "ZeRO-3 always loads shard by shard; drop the flag",
     "--wrap-embeddings": "ZeRO-3 partitions every parameter; drop the flag",
-    "--fused-adam": "the optimizer follows --deepspeed-config (offload takes DeepSpeed's CPU Adam): "
+    "--fused-adam": "the optimizer follows --deepspeed-config (CPU offload takes CPU Adam): "
     "drop the flag",
 }
 

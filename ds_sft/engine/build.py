@@ -1,0 +1,131 @@
+"""The DeepSpeed engine of a run: process group, partitioned model, optimizer.
+
+Owns every call of `deepspeed.initialize`. Invariants: bf16 compute over fp32 masters, fp32
+accumulation and the reduction dtype of the recipe (the config says so, see `engine.config`); the
+learning rate is set by hand before each update. Leaves the loop to `train`, one step to `step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_sft.data.model_files import ModelFiles
+from ds_sft.engine.config import optimizer_kind
+from ds_sft.errors import ConfigError
+from ds_sft.flags import RunConfig
+from ds_sft.model import attention
+from ds_sft.model.load import build_partitioned, parameter_groups, restore_float32_masters
+from ds_sft.recipe.decay import is_decayed
+from ds_sft.recipe.recipe import Recipe
+
+
+@contextlib.contextmanager
+def distributed(timeout_minutes: float) -> Iterator[None]:
+    """The process group of the launcher, for a run; every collective has this timeout."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls names that torch renames: a line per collective, with nothing to be done here.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**alone, "MASTER_PORT": "29500"}.items():
+        os.environ.setdefault(name, value)
+    accelerator = get_accelerator()
+    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(
+        dist_backend=accelerator.communication_backend_name(),
+        timeout=timedelta(minutes=timeout_minutes),
+        verbose=False,
+    )
+    yield
+    # Only after success: on an error the other ranks may be inside a collective for good.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def fetch_model(model_id: str) -> None:
+    """Download a Hub model into this host's cache: one rank per host fetches, the others wait."""
+    problem: list[str | None] = [None]
+    if os.environ["LOCAL_RANK"] == "0":
+        from huggingface_hub import snapshot_download
+
+        print(f"[init] fetching {model_id} from the Hub", flush=True)
+        try:
+            snapshot_download(
+                model_id, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]
+            )
+        except Exception as error:
+            problem = [f"{model_id} cannot be fetched from the Hub: {error}"]
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem[0])
+    for message in problems:
+        if message:
+            raise ConfigError(f"{message}: name a directory with --model-id, or fetch it first")
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def build_engine(
+    run: RunConfig, recipe: Recipe, ds_config: dict[str, Any], files: ModelFiles
+) -> Any:
+    """A ZeRO-3 engine with the model of `files` in it; prints each automatic choice once."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(recipe.trainer_seed)
+    dtype = getattr(torch, recipe.compute_dtype)
+    kernel, why = attention.choose(run.attn_impl, device(), dtype)
+    attention.register(kernel)
+    say(f"[init] attention {kernel} ({why}), one segment per document")
+    model = build_partitioned(files.directory, ds_config, dtype, run.loss_chunk_size)
+    groups = parameter_groups(model, is_decayed, recipe.weight_decay)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=_optimizer(ds_config, groups, recipe), config=ds_config
+    )
+    if dtype is torch.bfloat16:
+        count = restore_float32_masters(engine.module, files.directory)
+        if count:
+            say(f"[init] {count} tensors of the model are float32: the masters keep their values")
+    return engine
+
+
+def _optimizer(
+    ds_config: dict[str, Any], groups: list[dict[str, Any]], recipe: Recipe
+) -> torch.optim.Optimizer:
+    """AdamW with optax's formula: eps outside the root, decay decoupled and times lr."""
+    betas = (recipe.beta1, recipe.beta2)
+    kind = optimizer_kind(ds_config)
+    say(f"[init] optimizer {kind}")
+    if kind == "cpu_adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        try:
+            return DeepSpeedCPUAdam(
+                groups, lr=recipe.learning_rate, betas=betas, eps=recipe.eps, adamw_mode=True
+            )
+        except Exception as error:
+            raise ConfigError(
+                "offload_optimizer needs DeepSpeed's CPU Adam, which cannot be built here "
+                f"({error}): install a C++ compiler and ninja, or use ds_configs/zero3.json"
+            ) from error
+    return torch.optim.AdamW(
+        groups, lr=recipe.learning_rate, betas=betas, eps=recipe.eps, fused=True
+    )
+
+
+def say(message: str) -> None:
+    """Print once, on rank 0 of the world."""
+    if dist.get_rank() == 0:
+        print(message, flush=True)

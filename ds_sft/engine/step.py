@@ -1,0 +1,124 @@
+"""One optimizer step: every microbatch of this rank, then the single update.
+
+Owns the loss scaling and the order of things inside a step. Invariants: the all-reduced loss is
+known to be finite before any weight changes; every rank runs the same number of microbatches of
+the same shape; there is one collective of ours per step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_sft.data.collate import collate
+from ds_sft.data.packed import PackedDataset
+from ds_sft.errors import TrainingDiverged
+from ds_sft.model.sft import DeviceBatch
+from ds_sft.recipe.batching import BatchPlan, MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank."""
+
+    step: int
+    """0-based optimizer step, which is also its label."""
+    loss: float
+    """Mean over loss groups of the mean loss of a target token."""
+    lr: float
+    """Learning rate of the update."""
+    grad_norm: float
+    """Global norm of the averaged gradient, before clipping."""
+    target_tokens: int
+    """Trained tokens of the batch."""
+    tokens: int
+    """Document tokens of the batch, without padding."""
+    rank0_flag: bool
+    """What rank 0 passed as `flag`, known to all ranks."""
+
+
+def train_step(
+    engine: Any,
+    data: PackedDataset,
+    batches: BatchPlan,
+    step: int,
+    lr: float,
+    *,
+    flag: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> StepResult:
+    """Run every microbatch of optimizer step `step`, then apply the update with `lr`.
+
+    Loss = mean over loss groups of (summed loss / target tokens of the group). `micro.scale` is
+    world_size / (num_groups * group_tokens): DeepSpeed averages over ranks, the world_size undoes
+    it. `flag` is asked on rank 0 once the microbatches are done.
+    Raises TrainingDiverged, before the update, if the loss or the gradient is not finite.
+    """
+    sums = torch.zeros(batches.num_groups, device=engine.device)  # [G], this rank's share
+    last = batches.micro_per_step - 1
+    for i, (micro, batch) in enumerate(prefetched(data, batches, step, engine.device)):
+        engine.set_gradient_accumulation_boundary(is_boundary=i == last)
+        loss_sum = engine(batch)  # [], fp32
+        engine.backward(loss_sum * micro.scale, scale_wrt_gas=False)
+        sums[micro.group] += loss_sum.detach()
+        progress(i + 1, batches.micro_per_step)
+    group_tokens = batches.step_tokens(step)
+    group_sums, fired = agree(sums, dist.get_rank() == 0 and flag())
+    losses = [total / tokens for total, tokens in zip(group_sums, group_tokens, strict=True)]
+    loss = sum(losses) / len(losses)
+    if not math.isfinite(loss):
+        raise TrainingDiverged(f"the loss of step {step} is {loss}: no weight was changed")
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+    engine.step()
+    if not engine.was_step_applied():
+        raise TrainingDiverged(
+            f"the gradient of step {step} is not finite (loss {loss}): no weight was changed"
+        )
+    return StepResult(
+        step=step,
+        loss=loss,
+        lr=lr,
+        grad_norm=float(engine.get_global_grad_norm()),
+        target_tokens=sum(group_tokens),
+        tokens=document_tokens(data, batches, step),
+        rank0_flag=fired,
+    )
+
+
+def agree(sums: torch.Tensor, flag: bool) -> tuple[list[float], bool]:
+    """Sum `sums` [G] and the flag over all ranks: the one collective of ours in a step."""
+    shared = torch.cat([sums.double(), sums.new_tensor([float(flag)], dtype=torch.float64)])
+    dist.all_reduce(shared)
+    *totals, fired = shared.tolist()
+    return totals, fired > 0
+
+
+def prefetched(
+    data: PackedDataset, batches: BatchPlan, step: int, device: torch.device
+) -> Iterator[tuple[MicroBatch, DeviceBatch]]:
+    """This rank's microbatches of a step, each prepared while the one before it computes."""
+
+    def prepare(micro: MicroBatch) -> DeviceBatch:
+        return DeviceBatch.from_host(collate(data, micro.packs, micro.num_active), device)
+
+    micros = list(batches.micro_batches(step, dist.get_rank()))
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        upcoming = pool.submit(prepare, micros[0])
+        for i, micro in enumerate(micros):
+            batch = upcoming.result()
+            if i + 1 < len(micros):
+                upcoming = pool.submit(prepare, micros[i + 1])
+            yield micro, batch
+
+
+def document_tokens(data: PackedDataset, batches: BatchPlan, step: int) -> int:
+    """Tokens of the step's documents, over all ranks, without padding and idle slots."""
+    packs = (p for g in range(batches.num_groups) for p in batches.group_packs(step, g))
+    return sum(sum(data.doc_lengths(pack)) for pack in packs)

@@ -1,0 +1,152 @@
+"""A pretrained model, partitioned by ZeRO-3 from its first parameter on.
+
+Owns the way from a directory of safetensors to the partitions of this rank. Invariants: no rank
+ever holds the whole model; each rank reads its own slices of the files and nothing is sent over the
+network; every parameter is filled or the load fails. Leaves the module tree to `sft`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_set_local_fp32_param
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from ds_sft.errors import ConfigError
+from ds_sft.model import attention
+from ds_sft.model.sft import SftModel
+
+
+def build_partitioned(
+    directory: Path, ds_config: dict[str, Any], dtype: torch.dtype, loss_chunk_size: int
+) -> SftModel:
+    """The model of `directory` with its weights, each rank holding 1 / world_size of every tensor.
+
+    Raises ConfigError when the files lack a parameter or hold one that the architecture has not.
+    """
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config.use_cache = False
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]  # imported before zero.Init:
+    # an import inside that context runs under patched tensor constructors and fails.
+    # zero.Init takes its dtype from the config; its own dtype argument turns into bf16 on a CPU.
+    with deepspeed.zero.Init(config_dict_or_path=ds_config), no_init_weights():
+        causal_lm = model_class._from_config(
+            config, attn_implementation=attention.NAME, dtype=dtype
+        )
+    _rebuild_buffers(causal_lm)
+    # torch drops the gradient of the padding token's embedding; Levanter does not.
+    causal_lm.get_input_embeddings().padding_idx = None
+    causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = SftModel(causal_lm, loss_chunk_size)
+    with WeightFiles(directory) as files:
+        files.check_names(model)
+        for name, parameter in model.named_parameters():
+            part = parameter.ds_tensor
+            part.data.copy_(files.local_slice(name, parameter).to(part.dtype))
+    return model
+
+
+def _rebuild_buffers(causal_lm: nn.Module) -> None:
+    """Compute rotary frequencies again, in float32.
+
+    zero.Init rounds every floating tensor made inside it to the compute dtype, so a bf16 engine
+    would rotate by frequencies that are off by up to 0.4 %.
+    """
+    for parent in list(causal_lm.modules()):
+        for name, child in list(parent.named_children()):
+            if list(child.buffers(recurse=False)) and not list(child.parameters()):
+                device = next(child.buffers()).device
+                setattr(parent, name, type(child)(child.config).to(device))
+
+
+def restore_float32_masters(model: nn.Module, directory: Path) -> int:
+    """Write float32 weights of the files into the masters; returns how many parameters that were.
+
+    A bf16 engine makes its masters from the weights that it has already rounded; a checkpoint in
+    float32 would lose its low bits for the whole run.
+    """
+    count = 0
+    with WeightFiles(directory) as files:
+        for name, parameter in model.named_parameters():
+            if files.dtype(name) == "F32":
+                safe_set_local_fp32_param(parameter, files.local_slice(name, parameter))
+                count += 1
+    return count
+
+
+class WeightFiles:
+    """The safetensors files of a model directory, read slice by slice."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> WeightFiles:
+        for path in sorted(self.directory.glob("*.safetensors")):
+            file = self._open.enter_context(safe_open(path, framework="pt"))
+            self._files.update(dict.fromkeys(file.keys(), file))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def check_names(self, model: nn.Module) -> None:
+        """Raise ConfigError unless the files hold exactly the model's parameters and buffers."""
+        wanted = {name for name, _ in model.named_parameters()}
+        # named_parameters lists a tied tensor once; files may hold it under either name.
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        known |= {name for name, _ in model.named_buffers()}
+        missing = sorted(wanted - self._files.keys())
+        extra = sorted(self._files.keys() - known)
+        if missing or extra:
+            raise ConfigError(
+                f"{self.directory} does not fit its config.json: missing {missing[:3] or 'none'}, "
+                f"unexpected {extra[:3] or 'none'}: take the files of one and the same model"
+            )
+
+    def dtype(self, name: str) -> str:
+        """Storage type of a tensor, as safetensors spells it (BF16, F32, ...)."""
+        return self._files[name].get_slice(name).get_dtype()
+
+    def local_slice(self, name: str, parameter: Any) -> torch.Tensor:
+        """This rank's flat part of tensor `name`, padded with zeros like DeepSpeed's.
+
+        ZeRO-3 cuts the row-major flat tensor into world_size parts of ceil(n / world_size) values.
+        """
+        stored = self._files[name].get_slice(name)
+        shape = tuple(stored.get_shape())
+        if shape != tuple(parameter.ds_shape):
+            raise ConfigError(
+                f"{self.directory}: {name} has shape {shape}, config.json asks for "
+                f"{tuple(parameter.ds_shape)}: take the files of one and the same model"
+            )
+        numel, size = math.prod(shape), parameter.partition_numel()
+        start = min(torch.distributed.get_rank() * size, numel)
+        end = min(start + size, numel)
+        width = numel // shape[0]  # only the rows that hold our values are read
+        rows = stored[start // width : -(-end // width)].flatten()
+        part = rows[start - start // width * width :][: end - start]
+        return nn.functional.pad(part, (0, size - part.numel()))
+
+
+def parameter_groups(model: nn.Module, decayed: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """Two optimizer groups: with and without weight decay, in the order of the model."""
+
+    def named(wanted: bool) -> Iterator[nn.Parameter]:
+        return (p for name, p in model.named_parameters() if decayed(name) is wanted)
+
+    groups = [
+        {"params": list(named(True)), "weight_decay": weight_decay},
+        {"params": list(named(False)), "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,80 @@
+"""run.json and the marker `finished`: what a run was, written by rank 0.
+
+Owns the record of everything needed to run again. Leaves per-step numbers to `metrics`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ds_sft.data.packed import PackedDataset
+from ds_sft.flags import RunConfig
+from ds_sft.recipe.recipe import Recipe
+from ds_sft.run.atomic import write_file
+from ds_sft.run.layout import RunDir
+
+PACKAGES = ("ds-sft", "deepspeed", "torch", "transformers", "safetensors", "numpy", "flash-attn")
+
+
+def write_run_json(
+    run_dir: RunDir,
+    run: RunConfig,
+    recipe: Recipe,
+    ds_config: dict[str, Any],
+    data: PackedDataset,
+    *,
+    world_size: int,
+    first_step: int,
+) -> None:
+    """Record recipe, configuration, data, versions and command line."""
+    record = {
+        "recipe": dataclasses.asdict(recipe),
+        "run": {k: _plain(v) for k, v in dataclasses.asdict(run).items()},
+        "deepspeed_config": ds_config,
+        "data": {"path": str(data.path), "manifest_sha256": data.manifest_sha256},
+        "world_size": world_size,
+        "first_step": first_step,
+        "command": [sys.executable, *sys.argv],
+        "versions": {"python": platform.python_version(), **_versions()},
+        "git_commit": _git_commit(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    write_file(run_dir.run_json, json.dumps(record, indent=1) + "\n")
+
+
+def write_finished(run_dir: RunDir, completed: int, seconds: float, loss: float | None) -> None:
+    """The marker from which success is read."""
+    record = {"completed": completed, "seconds": round(seconds, 1), "loss": loss}
+    write_file(run_dir.finished, json.dumps(record) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_commit() -> str | None:
+    """Commit of the code, when it runs from a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

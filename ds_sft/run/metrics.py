@@ -1,0 +1,206 @@
+"""What a run says while it runs: console, metrics.jsonl, Weights & Biases, DeepSpeed monitors.
+
+Owns the forms that people's log readers know. Invariants: only rank 0 of the world writes; a
+resumed run's metrics.jsonl reads as one run; no logger ever stops the training. Leaves the numbers
+to `engine.step`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_sft.engine.step import StepResult
+from ds_sft.flags import RunConfig
+from ds_sft.run import manifest
+from ds_sft.run.atomic import write_file
+from ds_sft.run.layout import RunDir
+
+HEARTBEAT_SECONDS = 30.0
+
+
+class RunLog:
+    """The log of one process' part of a run, from optimizer step `first` on."""
+
+    def __init__(
+        self, run: RunConfig, num_steps: int, first: int, monitor: Any, mfu: float | None
+    ) -> None:
+        """`mfu` turns tokens/s per rank into model FLOP utilisation; None where that is unknown."""
+        self.run, self.num_steps, self.first = run, num_steps, first
+        self.monitor, self.mfu = monitor, mfu
+        self.run_dir = run_dir = RunDir(run.run_dir)
+        self.is_main = dist.get_rank() == 0
+        self.started = self.step_started = self.last_line = time.monotonic()
+        self.last_loss: float | None = None
+        self.wandb: Any = None
+        if self.is_main:
+            keep_before(run_dir.metrics, first)
+            self.file = run_dir.metrics.open("a", encoding="utf-8")
+            self.wandb = start_wandb(run, run_dir) if run.wandb_project else None
+            print("First batch loaded, starting first train step", flush=True)
+
+    def step(self, result: StepResult) -> None:
+        """Record one optimizer step."""
+        now = time.monotonic()
+        seconds, self.step_started = now - self.step_started, now
+        self.last_loss = result.loss
+        if not self.is_main:
+            return
+        row = self._row(result, seconds)
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        completed, total = result.step + 1, self.num_steps
+        if completed % self.run.log_every == 0 or completed == total:
+            self._line(completed, f"loss={result.loss:.3f}")
+        self._wandb_row(row)
+        if self.monitor.enabled:
+            keys = ("loss", "lr", "grad_norm")
+            self.monitor.write_events([(f"Train/{k}", row[k], completed) for k in keys])
+
+    def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
+        world = dist.get_world_size()
+        row = {
+            "label": result.step,
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "target_tokens": result.target_tokens,
+            "tokens": result.tokens,
+            "step_time_s": round(seconds, 4),
+            "tokens_per_s": round(result.tokens / seconds, 1),
+            "tokens_per_s_per_rank": round(result.tokens / seconds / world, 1),
+            "peak_memory_gb": round(peak_memory_gb(), 3),
+        }
+        if self.mfu:
+            row["mfu"] = round(row["tokens_per_s_per_rank"] * self.mfu, 4)
+        return row
+
+    def _line(self, completed: int, postfix: str) -> None:
+        total = self.num_steps
+        self.last_line = time.monotonic()
+        elapsed = self.last_line - self.started
+        rate = elapsed / max(completed - self.first, 1)
+        print(
+            f"Progress on:train {completed}it/{total / 1000:.2f}kit rate:{rate:.1f}s/it "
+            f"remaining:{hms(rate * (total - completed))} elapsed:{hms(elapsed)} postfix:{postfix}",
+            flush=True,
+        )
+
+    def within_step(self, done: int, of: int) -> None:
+        """A sign of life inside a long step."""
+        if self.is_main and time.monotonic() - self.last_line > HEARTBEAT_SECONDS and done < of:
+            self.last_line = time.monotonic()
+            print(f"[train] microbatch {done} of {of} in this step", flush=True)
+
+    def resume_clock(self) -> None:
+        """Leave the time since the last step (saves, exports) out of the next step's."""
+        self.step_started = time.monotonic()
+
+    def _wandb_row(self, row: dict[str, Any]) -> None:
+        if self.wandb is None:
+            return
+        values = {
+            "label": row["label"],
+            "train/loss": row["loss"],
+            "train/lr": row["lr"],
+            "train/grad_norm": row["grad_norm"],
+            "train/tokens": row["target_tokens"],
+            "train/step_time": row["step_time_s"],
+            "train/tokens_per_s": row["tokens_per_s"],
+        }
+        never_stop(lambda: self.wandb.log(values))
+
+    def stopped(self, completed: int, why: str) -> None:
+        """Say that the run ended before its last step."""
+        if self.is_main:
+            print(f"[stop] {why} after {completed} steps: start it again to go on", flush=True)
+        self._close()
+
+    def finished(self, completed: int) -> None:
+        """Write the final marker and say so."""
+        seconds = time.monotonic() - self.started
+        if self.is_main:
+            manifest.write_finished(self.run_dir, completed, seconds, self.last_loss)
+            print(f"[done] {completed} steps in {hms(seconds)}", flush=True)
+        self._close()
+
+    def _close(self) -> None:
+        if self.is_main:
+            self.file.close()
+        if self.wandb is not None:
+            never_stop(self.wandb.finish)
+
+
+def start_wandb(run: RunConfig, run_dir: RunDir) -> Any:
+    """One W&B run per run directory: its id is kept there, so a restart goes on in the same one."""
+    try:
+        import wandb
+    except ImportError:
+        print("[wandb] not installed (pip install ds-sft[wandb]): training without it", flush=True)
+        return None
+    id_file = run_dir.root / "wandb_id"
+    run_id = run.wandb_id or (id_file.read_text().strip() if id_file.is_file() else "")
+    run_id = run_id or wandb.util.generate_id()
+    write_file(id_file, run_id + "\n")
+
+    def start() -> Any:
+        started = wandb.init(
+            project=run.wandb_project,
+            name=run.wandb_name or run_dir.root.resolve().name,
+            id=run_id,
+            resume="allow",
+            dir=str(run_dir.root),
+        )
+        # Our own step: W&B drops rows whose own counter goes back, as after a rewind.
+        started.define_metric("label")
+        started.define_metric("train/*", step_metric="label")
+        config = json.loads(run_dir.run_json.read_text())
+        started.config.update(config, allow_val_change=True)
+        return started
+
+    return never_stop(start)
+
+
+def never_stop(action: Callable[[], Any]) -> Any:
+    """Run a logger's action; its failure is a line on the console and nothing else."""
+    try:
+        return action()
+    except Exception as error:
+        print(f"[wandb] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return None
+
+
+def keep_before(path: Path, label: int) -> None:
+    """Drop the rows from `label` on, which a resumed run writes again, and a torn last line."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row["label"] < label:
+            kept.append(line + "\n")
+    write_file(path, "".join(kept))
+
+
+def peak_memory_gb() -> float:
+    """Peak so far: allocated on the GPU, or resident on a CPU; 1e9 bytes."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def hms(seconds: float) -> str:
+    """Seconds as H:MM:SS."""
+    whole = max(int(seconds), 0)
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"

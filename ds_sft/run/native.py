@@ -1,0 +1,199 @@
+"""Reads the fp32 masters out of a native checkpoint, without DeepSpeed and without its world size.
+
+Owns the layout of a `step-N/` directory as DeepSpeed 0.19 writes it under ZeRO-3: each rank's
+`*_optim_states.pt` holds flat fp32 groups, in which the rank's parts of all parameters follow each
+other in the order of `param_shapes`. A parameter of n values is cut into W parts of ceil(n/W); the
+last ones are padded. Files are mapped, so that values are read only when they are asked for.
+
+Leaves writing checkpoints and resuming from them to the checkpoint module.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_sft.errors import CheckpointError
+from ds_sft.run.hf_format import ExportSource, read_json_object
+
+META_NAME = "meta.json"
+FORMAT = 1
+_RANK_FILE = re.compile(
+    r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeCheckpoint:
+    """A whole native checkpoint, open for reading."""
+
+    path: Path
+    """The `step-N` directory."""
+    meta: dict[str, Any]
+    """Its meta.json."""
+    shapes: dict[str, tuple[int, ...]]
+    """Shape of each parameter by Hugging Face name, in the order of the flat groups."""
+    offsets: dict[str, int]
+    """Where each parameter's part begins in the chain of a rank's flat groups."""
+    buffers: dict[str, torch.Tensor]
+    """Persistent buffers by name (few models have any)."""
+    flat_groups: list[list[torch.Tensor]]
+    """[rank][group] flat fp32 masters, mapped from the files."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that wrote the checkpoint."""
+        return len(self.flat_groups)
+
+    @classmethod
+    def open(cls, path: Path) -> NativeCheckpoint:
+        """Map every rank's file and check that they fit together; raises CheckpointError."""
+        meta = read_meta(path)
+        world_size = int(meta["world_size"])
+        model_states = load_states(rank_files(path, "model", world_size)[0])
+        frozen = model_states.get("frozen_param_shapes")
+        if frozen:
+            raise CheckpointError(f"{path} has {len(frozen)} frozen parameters: ds_sft trains all")
+        shapes = {
+            name: tuple(shape)
+            for group in model_states["param_shapes"]
+            for name, shape in group.items()
+        }
+        module = model_states["module"]
+        flat_groups = []
+        for rank, file in enumerate(rank_files(path, "optim", world_size)):
+            groups = load_states(file)["optimizer_state_dict"]["fp32_flat_groups"]
+            _check_total(file, rank, groups, shapes, world_size)
+            flat_groups.append(groups)
+        return cls(
+            path=path,
+            meta=meta,
+            shapes=shapes,
+            offsets=_offsets(shapes, world_size),
+            buffers={name: module[name] for name in model_states["buffer_names"]},
+            flat_groups=flat_groups,
+        )
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the fp32 values of one parameter in row-major order, as slices of the files."""
+        left = math.prod(self.shapes[name])
+        part = math.ceil(left / self.world_size)
+        for groups in self.flat_groups:
+            start = self.offsets[name]
+            wanted = min(part, left)
+            left -= wanted
+            for group in groups:
+                if wanted and start < group.numel():
+                    piece = group[start : start + wanted]
+                    wanted -= piece.numel()
+                    yield piece
+                start = max(0, start - group.numel())
+
+    def export_source(self, keep_generation_config: bool) -> ExportSource:
+        """Return what an export needs from the checkpoint's own `model/` directory."""
+        folder = self.path / "model"
+        generation_config = folder / "generation_config.json"
+        if keep_generation_config and not generation_config.is_file():
+            raise CheckpointError(
+                f"{generation_config} is missing: the model that was trained had none, "
+                "export without --keep-generation-config"
+            )
+        return ExportSource(
+            config=read_json_object(folder / "config.json"),
+            tokenizer_dir=folder / "tokenizer",
+            generation_config=generation_config if keep_generation_config else None,
+        )
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Read meta.json, the marker of a whole checkpoint; raises CheckpointError."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory: name RUN/checkpoints/step-N")
+    if not (path / META_NAME).is_file():
+        raise CheckpointError(
+            f"{path} has no {META_NAME}: it is no native checkpoint, or was not written to its end"
+        )
+    meta = read_json_object(path / META_NAME)
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path / META_NAME} has format {meta.get('format')!r}, this version reads {FORMAT}"
+        )
+    if not isinstance(meta.get("world_size"), int) or meta["world_size"] < 1:
+        raise CheckpointError(f"{path / META_NAME} has no valid world_size")
+    return meta
+
+
+def rank_files(path: Path, kind: str, world_size: int) -> list[Path]:
+    """Return the files of `kind` ("optim" or "model") by rank; raises CheckpointError."""
+    found: dict[int, Path] = {}
+    for file in sorted(path.iterdir()):
+        match = _RANK_FILE.match(file.name)
+        if match and match[3] == kind:
+            if match[2] != "00":
+                raise CheckpointError(f"{file} is of a tensor-parallel run: ds_sft writes none")
+            found[int(match[1])] = file
+    missing = [rank for rank in range(world_size) if rank not in found]
+    if missing or len(found) != world_size:
+        raise CheckpointError(
+            f"{path} has {kind}_states of ranks {sorted(found)} but {META_NAME} says "
+            f"world_size={world_size}: the checkpoint is not whole"
+        )
+    return [found[rank] for rank in range(world_size)]
+
+
+def load_states(file: Path) -> dict[str, Any]:
+    """Map one of DeepSpeed's files; raises CheckpointError if it is cut short or not one.
+
+    Loads only the classes that DeepSpeed itself stores, so that a checkpoint from elsewhere cannot
+    run code.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    allowed = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            states = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # zip, pickle and OS errors alike mean that the file is no good
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{file} cannot be read: {reason}") from error
+    if not isinstance(states, dict):
+        raise CheckpointError(f"{file} holds a {type(states).__name__}, not a state dictionary")
+    return states
+
+
+def _offsets(shapes: dict[str, tuple[int, ...]], world_size: int) -> dict[str, int]:
+    """Return the running sum of the lengths of all parameters' parts."""
+    offsets = {}
+    total = 0
+    for name, shape in shapes.items():
+        offsets[name] = total
+        total += math.ceil(math.prod(shape) / world_size)
+    return offsets
+
+
+def _check_total(
+    file: Path,
+    rank: int,
+    groups: list[torch.Tensor],
+    shapes: dict[str, tuple[int, ...]],
+    world_size: int,
+) -> None:
+    """Check that a rank's flat groups hold exactly its parts of all parameters."""
+    wanted = sum(math.ceil(math.prod(shape) / world_size) for shape in shapes.values())
+    found = sum(group.numel() for group in groups)
+    if found == wanted:
+        return
+    hint = "the checkpoint is not whole"
+    if (file.parent / "offloaded_tensors").is_dir():
+        hint = "its masters are on NVMe (offloaded_tensors): export from the running engine"
+    raise CheckpointError(
+        f"{file} holds {found} master values of rank {rank}, the parameters need {wanted}: {hint}"
+    )

@@ -1,0 +1,131 @@
+"""Where a run goes on: which checkpoint, and whether it belongs to what was asked for. No torch.
+
+Owns the choice of the checkpoint and the comparison of its meta.json with the run. Invariant: a
+checkpoint that is taken gives the numbers of the uninterrupted run; anything that would change them
+is an error that names the old and the new value. Leaves loading to `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_sft.errors import CheckpointError, ConfigError
+from ds_sft.flags import RunConfig
+from ds_sft.recipe.recipe import Recipe
+from ds_sft.run.layout import RunDir, labels_in, step_dir
+
+META_NAME = "meta.json"
+FORMAT = 1
+# When something is saved, and where the model came from, move no loss.
+FREE_FIELDS = ("steps_per_checkpoint", "steps_per_hf_export", "model_id", "chat_template")
+ARCHITECTURE = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """A checkpoint that this run may go on from."""
+
+    path: Path
+    """Its `step-N` directory."""
+    completed: int
+    """Optimizer steps that it holds."""
+    meta: dict[str, Any]
+    """Its meta.json."""
+
+
+def find(run: RunConfig) -> ResumePoint | None:
+    """The checkpoint that `--resume` means; None for a fresh start.
+
+    Raises CheckpointError for a path without a whole checkpoint, ConfigError for `none` on a
+    directory that holds a run.
+    """
+    if run.resume not in ("auto", "none"):
+        return read_point(Path(run.resume))
+    if run.out is None:
+        return None
+    points = [
+        read_point(step_dir(parent, label))
+        for parent in (RunDir(run.out).checkpoints, RunDir(run.out).temporary)
+        for label in labels_in(parent)
+        if (step_dir(parent, label) / META_NAME).is_file()
+    ]
+    if points and run.resume == "none":
+        raise ConfigError(
+            f"--resume none, but {run.out} holds a run with {len(points)} checkpoints: "
+            "use another --out, or --resume auto to go on"
+        )
+    return max(points, key=lambda point: point.completed, default=None)
+
+
+def read_point(path: Path) -> ResumePoint:
+    """The checkpoint in `path`. Raises CheckpointError unless it is whole by its marker."""
+    try:
+        meta = json.loads((path / META_NAME).read_text(encoding="utf-8"))
+        completed = int(meta["completed"])
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} has no {META_NAME}: name a whole checkpoint, RUN/checkpoints/step-N"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / META_NAME} cannot be read ({error!r})") from None
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has checkpoint format {meta.get('format')}, this version reads {FORMAT}"
+        )
+    return ResumePoint(path=path, completed=completed, meta=meta)
+
+
+def check(
+    point: ResumePoint,
+    recipe: Recipe,
+    *,
+    world_size: int,
+    data_sha256: str,
+    model_config: dict[str, Any] | None,
+    allow_change: tuple[str, ...],
+) -> list[str]:
+    """Compare a checkpoint with the run; returns a line per change that was allowed.
+
+    Raises CheckpointError when it is of another model or world size, ConfigError when the recipe
+    or the data differ and `allow_change` does not name them.
+    """
+    meta, where = point.meta, point.path
+    known = {"data", *(f.name for f in dataclasses.fields(Recipe))}
+    unknown = sorted(set(allow_change) - known)
+    if unknown:
+        raise ConfigError(
+            f"--allow-change {unknown[0]} is no field: use {', '.join(sorted(known))}"
+        )
+    if model_config is not None:
+        _check_architecture(where, meta["model"]["config.json"], model_config)
+    if meta["world_size"] != world_size:
+        raise CheckpointError(
+            f"{where} was written by {meta['world_size']} ranks and this run has {world_size}: "
+            f"start it on {meta['world_size']} ranks"
+        )
+    old = {"data": meta["data_manifest_sha256"][:12], **meta["recipe"]}
+    new = {"data": data_sha256[:12], **dataclasses.asdict(recipe)}
+    changed = [n for n in new if n in old and new[n] != old[n] and n not in FREE_FIELDS]
+    for name in changed:
+        if name not in allow_change:
+            raise ConfigError(
+                f"{name} was {old[name]} in {where} and is {new[name]} now: use the old value, "
+                f"or --allow-change {name}"
+            )
+    return [f"{name} changes from {old[name]} to {new[name]}" for name in changed]
+
+
+def _check_architecture(where: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    for key in ARCHITECTURE:
+        if old.get(key) != new.get(key):
+            raise CheckpointError(
+                f"{where} is of another model: {key} is {old.get(key)} there and {new.get(key)} "
+                "in --model-id: use the model that it was trained from, or another --out"
+            )

@@ -1,0 +1,130 @@
+"""`ds-sft verify`: is a packed data set, a native checkpoint or an HF export whole?
+
+Owns recognising what a path is, and the checks of native checkpoints and packed data; those of
+exports are in `verify_export`. Invariant: reads everything, changes nothing; the first thing wrong
+is raised as CheckpointError or DataError, and every line returned says what was found to be right.
+
+Leaves the formats themselves to the modules that own them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ds_sft.data.packed import MANIFEST, PackedDataset, check_hashes
+from ds_sft.errors import CheckpointError, DataError
+from ds_sft.run.atomic import PARTIAL_SUFFIX
+from ds_sft.run.hf_format import check_source
+from ds_sft.run.native import META_NAME, NativeCheckpoint, load_states, rank_files
+from ds_sft.run.verify_export import verify_export
+
+
+def verify(path: Path) -> list[str]:
+    """Check whatever `path` is; return one line for each thing that was checked.
+
+    Raises CheckpointError or DataError with the first thing that is wrong.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory: name a data set, checkpoint or export")
+    if path.name.endswith(PARTIAL_SUFFIX):
+        raise CheckpointError(f"{path} is the rest of a write that did not end: delete it")
+    if (path / "tokens.npy").exists() or (path / MANIFEST).exists():
+        return verify_packed(path)
+    if (path / META_NAME).exists() or any(path.glob("*_optim_states.pt")):
+        return verify_native(path)
+    if (path / "config.json").exists() or any(path.glob("*.safetensors")):
+        return verify_export(path)
+    if (path / "run.json").exists() or (path / "checkpoints").exists():
+        raise CheckpointError(f"{path} is a run directory: name one of its checkpoints/ or hf/")
+    raise CheckpointError(
+        f"{path} is neither a packed data set ({MANIFEST}), a native checkpoint ({META_NAME}) "
+        "nor an export (config.json)"
+    )
+
+
+def verify_native(path: Path) -> list[str]:
+    """Check a native checkpoint: every rank's files, the masters' values, what exports need."""
+    checkpoint = NativeCheckpoint.open(path)
+    world_size = checkpoint.world_size
+    for file in rank_files(path, "model", world_size):
+        load_states(file)
+    for rank, groups in enumerate(checkpoint.flat_groups):
+        for index, group in enumerate(groups):
+            if group.numel() and not all(torch.isfinite(b) for b in torch.aminmax(group)):
+                raise CheckpointError(f"{path}: master group {index} of rank {rank} is not finite")
+    numel = sum(group.numel() for groups in checkpoint.flat_groups for group in groups)
+    label, completed = checkpoint.meta.get("label"), checkpoint.meta.get("completed")
+    if not isinstance(label, int) or completed != label + 1:
+        raise CheckpointError(
+            f"{path / META_NAME} has label={label!r} and completed={completed!r}: "
+            "completed must be label + 1"
+        )
+    check_source(checkpoint.export_source(keep_generation_config=False))
+    return [
+        f"native checkpoint of label {label}, {completed} completed steps",
+        f"files of {world_size} ranks: all there, all readable",
+        f"{len(checkpoint.shapes)} parameters, {numel:,} fp32 master values: complete, finite",
+        "config, tokenizer and chat template for exports",
+    ]
+
+
+def verify_packed(path: Path) -> list[str]:
+    """Check a packed data set: shapes and offsets, hashes, counts, and what the rows hold."""
+    data = PackedDataset.open(path)
+    lines = [f"packed data set: {data.num_packs} packs of {data.max_seq_len} tokens"]
+    lines.append(f"shapes and offsets of {len(data.doc_lens)} documents")
+    hashed = check_hashes(data)
+    lines.append(
+        f"sha256 of {len(hashed)} files" if hashed else "note: the manifest holds no hashes"
+    )
+    for pack in range(data.num_packs):
+        _check_pack(data, pack)
+    total = int(data.assistant_counts.sum())
+    lines.append(f"trained targets counted again: {total:,} in all; padding is 0 and untrained")
+    if data.tokenizer_dir is None:
+        return [*lines, "note: no tokenizer is stored with the data"]
+    size = _tokenizer_size(data.tokenizer_dir)
+    largest = max(int(data.tokens[pack].max()) for pack in range(data.num_packs))
+    if largest >= size:
+        raise DataError(
+            f"{path} holds token id {largest} but its tokenizer has {size} tokens: "
+            "run `ds-sft prepare` again"
+        )
+    return [*lines, f"every token id is one of the tokenizer's {size}"]
+
+
+def _check_pack(data: PackedDataset, pack: int) -> None:
+    """Check one row against its document lengths and its count of trained targets."""
+    tokens, mask = data.tokens[pack], data.assistant_mask[pack]
+    used = sum(data.doc_lengths(pack))
+    if tokens.min() < 0:
+        raise DataError(f"{data.path}: pack {pack} holds a negative token id")
+    if mask.max() > 1:
+        raise DataError(f"{data.path}: the mask of pack {pack} holds values other than 0 and 1")
+    if tokens[used:].any() or mask[used:].any():
+        raise DataError(
+            f"{data.path}: pack {pack} has tokens after its {used} tokens of documents"
+        )
+    trained = int(np.count_nonzero(mask[1:]))
+    if trained != data.assistant_counts[pack]:
+        raise DataError(
+            f"{data.path}: pack {pack} has {trained} trained targets, assistant_counts.npy says "
+            f"{int(data.assistant_counts[pack])}"
+        )
+
+
+def _tokenizer_size(directory: Path) -> int:
+    """Return the number of tokens of a stored tokenizer."""
+    from tokenizers import Tokenizer
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(f"{file} is missing: run `ds-sft prepare` again")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"{file} cannot be read: {error}") from error
+    return int(tokenizer.get_vocab_size(with_added_tokens=True))
