@@ -178,8 +178,9 @@ def _one_line(box: str, prog: str) -> str:
     for row in rows:
         if row.startswith(("For full helptext", "Argument helptext")):
             break
-        words.append(row)
-    message = re.sub(r"\s+", " ", " ".join(words)).strip()
+        if row.strip("-"):  # without a UTF-8 terminal the frame is made of dashes
+            words.append(row)
+    message = re.sub(r"\s+", " ", " ".join(words)).strip().replace(f" from {prog}:", ":", 1)
     return f"{message or 'the arguments are wrong'} (see {prog} --help)"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ds_sft.cli import reporting
 from ds_sft.errors import CheckpointError
@@ -20,8 +21,12 @@ from ds_sft.run.layout import RunDir, labels_in, step_dir
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, and train. Ends the process with the exit code of what happened."""
+    # Started through ssh, a rank has the login shell's PATH: DeepSpeed would not find ninja.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with reporting():
         run, recipe = parse_train(sys.argv[1:] if argv is None else argv)
+        if not run.dry_run:
+            _ = run.run_dir  # a missing --out is refused before anything heavy
         plan = check(run, recipe, int(os.environ.get("WORLD_SIZE", "1")))
         if run.dry_run:
             return show(plan) if os.environ.get("RANK", "0") == "0" else None
@@ -44,7 +49,9 @@ def train(plan: Plan) -> None:
         proofs.prove_same_files(run.run_dir, plan.data.manifest_sha256)
         plan = with_model(plan)
         engine = build.build_engine(run, recipe, plan.ds_config, plan.model)
-        saver = Saver(engine, run, recipe, plan.ds_config, plan.data, plan.model)
+        saver = Saver(
+            engine, run, recipe, plan.ds_config, plan.data, plan.model, plan.tokenizer_dir
+        )
         first = saver.resume(plan.resume_from)
         if not run.skip_checks:
             proofs.prove(engine, plan.data, batches, min(first, schedule.num_steps - 1))

@@ -8,12 +8,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from ds_sft.data.packed import PackedWriter
 
@@ -101,3 +106,140 @@ def flags(model: Path, data: Path, out: Path, changes: dict | None = None) -> li
     }  # fmt: skip
     pairs = [(k, v) for k, v in words.items() if v is not None]
     return [word for k, v in pairs for word in ((k,) if v is True else (k, v))]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one training ended."""
+
+    out: Path
+    """Its run directory."""
+    codes: list[int]
+    """Exit code of each rank."""
+    text: str
+    """What all ranks said, stdout and stderr."""
+
+    @property
+    def rows(self) -> list[dict]:
+        """Its metrics.jsonl."""
+        return metrics(self.out)
+
+    def column(self, name: str) -> list[float]:
+        """One field of every row."""
+        return [row[name] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training for `launch_many`: its flags, and its own environment."""
+
+    args: list[object]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def launch_many(world_size: int, runs: list[Training], work: Path, **env: str) -> list[Result]:
+    """Run several trainings one after the other in one launch (see train/many_runs.py)."""
+    work.mkdir(parents=True, exist_ok=True)
+    spec_file = work / f"runs-{free_port()}.json"
+    args = [[str(word) for word in run.args] for run in runs]
+    spec = [
+        {"args": words, "env": run.env, "port": str(free_port())}
+        for words, run in zip(args, runs, strict=True)
+    ]
+    spec_file.write_text(json.dumps(spec))
+    command = launch_command(world_size)[:-2] + [str(ROOT / "tests/train/many_runs.py")]
+    environment = cpu_env(**{"PYTHONPATH": str(ROOT), **env})
+    done = subprocess.run(
+        [*command, str(spec_file)], env=environment, cwd=ROOT, text=True, timeout=600, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    results = []
+    for i, words in enumerate(args):
+        base = spec_file.with_suffix(f".{i}")
+        codes = [int(Path(f"{base}.rank{rank}").read_text()) for rank in range(world_size)]
+        text = Path(f"{base}.log").read_text()
+        results.append(Result(Path(words[words.index("--out") + 1]), codes, text))
+    return results
+
+
+class Running:
+    """A launch that is watched, to be killed at a chosen moment."""
+
+    def __init__(self, world_size: int, *args: object, **env: str) -> None:
+        command = [*launch_command(world_size), *map(str, args)]
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            command, env=cpu_env(**env), cwd=ROOT, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def wait_for(self, words: str) -> None:
+        """Read the console up to a line that holds `words`."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if words in line:
+                return
+        raise AssertionError(f"{words!r} was never said:\n{''.join(self.lines)[-4000:]}")
+
+    def tree(self) -> list[psutil.Process]:
+        """The launcher and everything that it started."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def kill_when(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+        """`kill -9` of the whole tree while `condition` holds: it is frozen first to make sure."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            if condition():
+                self._signal(signal.SIGSTOP)
+                if condition():
+                    return self.kill()
+                self._signal(signal.SIGCONT)
+            time.sleep(0.0005)
+        raise AssertionError(f"the moment to kill never came in {timeout} s")
+
+    def kill(self) -> None:
+        """`kill -9` of the whole tree; what has ended already is fine."""
+        self._signal(signal.SIGKILL)
+        self.process.wait(timeout=30)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def _signal(self, number: int) -> None:
+        try:
+            tree = self.tree()
+        except psutil.NoSuchProcess:
+            return
+        for process in tree:
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
+
+def weights(directory: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a Hugging Face directory as float64, whatever its stored type."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, np.ndarray] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        tensors |= {name: t.double().numpy() for name, t in load_file(path).items()}
+    return tensors
+
+
+def relative_update_error(
+    got: dict[str, np.ndarray], want: dict[str, np.ndarray], start: dict[str, np.ndarray]
+) -> float:
+    """|got - want| / |want - start|, L2 over all parameters."""
+    assert got.keys() == want.keys() == start.keys()
+    off = sum(float(((got[n] - want[n]) ** 2).sum()) for n in want)
+    moved = sum(float(((want[n] - start[n]) ** 2).sum()) for n in want)
+    return (off / moved) ** 0.5

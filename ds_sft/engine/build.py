@@ -90,9 +90,11 @@ def build_engine(
     attention.register(kernel)
     say(f"[init] attention {kernel} ({why}), one segment per document")
     model = build_partitioned(files.directory, ds_config, dtype, run.loss_chunk_size)
+    kind = optimizer_kind(ds_config)
+    say(f"[init] optimizer {kind}")
     groups = parameter_groups(model, is_decayed, recipe.weight_decay)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=_optimizer(ds_config, groups, recipe), config=ds_config
+        model=model, optimizer=make_optimizer(kind, groups, recipe), config=ds_config
     )
     if dtype is torch.bfloat16:
         count = restore_float32_masters(engine.module, files.directory)
@@ -101,13 +103,15 @@ def build_engine(
     return engine
 
 
-def _optimizer(
-    ds_config: dict[str, Any], groups: list[dict[str, Any]], recipe: Recipe
+def make_optimizer(
+    kind: str, groups: list[dict[str, Any]], recipe: Recipe
 ) -> torch.optim.Optimizer:
-    """AdamW with optax's formula: eps outside the root, decay decoupled and times lr."""
+    """AdamW with optax's formula: eps outside the root, decay decoupled and times lr.
+
+    `kind` is "adamw" or "cpu_adam" (DeepSpeed's, for an offloaded optimizer). Raises ConfigError
+    when the latter cannot be built on this machine.
+    """
     betas = (recipe.beta1, recipe.beta2)
-    kind = optimizer_kind(ds_config)
-    say(f"[init] optimizer {kind}")
     if kind == "cpu_adam":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

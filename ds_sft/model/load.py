@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from ds_sft.data.model_files import weight_files
 from ds_sft.errors import ConfigError
 from ds_sft.model import attention
 from ds_sft.model.sft import SftModel
@@ -42,10 +43,11 @@ def build_partitioned(
         causal_lm = model_class._from_config(
             config, attn_implementation=attention.NAME, dtype=dtype
         )
+    causal_lm.tie_weights()  # left out with the initialisation
     _rebuild_buffers(causal_lm)
     # torch drops the gradient of the padding token's embedding; Levanter does not.
     causal_lm.get_input_embeddings().padding_idx = None
-    causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    causal_lm.activation_checkpointing_enable({"use_reentrant": False})
     model = SftModel(causal_lm, loss_chunk_size)
     with WeightFiles(directory) as files:
         files.check_names(model)
@@ -92,7 +94,7 @@ class WeightFiles:
         self._files: dict[str, Any] = {}
 
     def __enter__(self) -> WeightFiles:
-        for path in sorted(self.directory.glob("*.safetensors")):
+        for path in weight_files(self.directory):
             file = self._open.enter_context(safe_open(path, framework="pt"))
             self._files.update(dict.fromkeys(file.keys(), file))
         return self

@@ -10,6 +10,7 @@ Leaves the weights to `shards`, reading a finished export to `verify`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def check_source(source: ExportSource) -> None:
 
     Cheap (one read of the tokenizer), for rank 0 before training starts.
     """
-    padded_tokenizer_json(source.tokenizer_dir, vocab_size(source.config))
+    padded_tokenizer(source.tokenizer_dir, vocab_size(source.config))
     config = read_json_object(source.tokenizer_dir / "tokenizer_config.json")
     if not has_chat_template(source.tokenizer_dir, config):
         raise CheckpointError(
@@ -90,8 +91,8 @@ def write_unchanging_files(
 
     `tied` says whether the weights have no `lm_head.weight` of their own.
     """
-    text = json.dumps(exported_config(source.config, dtype=dtype, tied=tied), indent=2)
-    (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+    config = exported_config(source.config, dtype=dtype, tied=tied)
+    _write_json(directory / "config.json", config)
     write_tokenizer(source.tokenizer_dir, directory, vocab_size(source.config))
     if source.generation_config is not None:
         # Not through Transformers: its saving refuses configs that it loads, such as a temperature
@@ -117,51 +118,63 @@ def exported_config(config: dict[str, Any], *, dtype: str, tied: bool) -> dict[s
 
 def write_tokenizer(source: Path, directory: Path, size: int) -> None:
     """Copy a tokenizer, padded to `size` tokens, without changing how it encodes or renders."""
-    tokenizer_json = padded_tokenizer_json(source, size)
+    content = padded_tokenizer(source, size)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
     if (source / _TEMPLATES_DIR).is_dir():
         shutil.copytree(source / _TEMPLATES_DIR, directory / _TEMPLATES_DIR)
-    if tokenizer_json is not None:
-        (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
-    config = read_json_object(source / "tokenizer_config.json")
-    text = json.dumps(portable_tokenizer_config(config), indent=2, ensure_ascii=False)
-    (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    config = portable_tokenizer_config(read_json_object(source / "tokenizer_config.json"))
+    if content is not None:
+        _write_json(directory / "tokenizer.json", content)
+        if "added_tokens_decoder" in config:
+            # Where this older list exists, some classes read added tokens from it and nowhere else.
+            config["added_tokens_decoder"] = {
+                str(token["id"]): {key: value for key, value in token.items() if key != "id"}
+                for token in content["added_tokens"]
+            }
+    _write_json(directory / "tokenizer_config.json", config)
 
 
-def padded_tokenizer_json(source: Path, size: int) -> str | None:
+def padded_tokenizer(source: Path, size: int) -> dict[str, Any] | None:
     """Return tokenizer.json with `<|padding_i|>` tokens up to `size`, None if it has that many.
 
     The file is edited as JSON and not rewritten by a library, so that everything else in it stays
     as it was. Numbers that are taken are passed over: training may start from a padded tokenizer.
     Raises CheckpointError if the tokenizer has more tokens than the model has rows.
     """
-    from tokenizers import Tokenizer
-
     path = source / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: only a tokenizer with that file is usable")
-    vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    count = max(len(vocabulary), max(vocabulary.values()) + 1)
+    content = read_json_object(path)
+    try:
+        vocabulary = content["model"]["vocab"]  # {token: id}, or for Unigram [[token, score], ...]
+        if isinstance(vocabulary, list):
+            vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+        vocabulary = vocabulary | {
+            token["content"]: token["id"] for token in content["added_tokens"]
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a tokenizer of the tokenizers library") from error
+    count = max(vocabulary.values(), default=-1) + 1
     if count > size:
         raise CheckpointError(
             f"the tokenizer in {source} has {count} tokens but the model has only {size} rows: "
             "prepare the data with the model's own tokenizer"
         )
-    if count == size:
-        return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    free = (name for i in range(2 * size) if (name := f"<|padding_{i}|>") not in vocabulary)
-    content["added_tokens"] += [_padding_token(i, next(free)) for i in range(count, size)]
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    padded = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
-    if len(padded) != size or max(padded.values()) != size - 1:
+    if len(set(vocabulary.values())) != count:
         raise CheckpointError(
             f"the tokenizer in {source} has gaps in its ids ({len(vocabulary)} tokens, largest id "
             f"{count - 1}): it cannot be padded to {size} tokens"
         )
-    return text
+    if count == size:
+        return None
+    free = (name for i in itertools.count() if (name := f"<|padding_{i}|>") not in vocabulary)
+    content["added_tokens"] += [_padding_token(i, next(free)) for i in range(count, size)]
+    return content
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON as tokenizers and Transformers do: indented, characters as they are."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _padding_token(token_id: int, name: str) -> dict[str, Any]:

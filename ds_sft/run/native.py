@@ -24,9 +24,7 @@ from ds_sft.run.hf_format import ExportSource, read_json_object
 
 META_NAME = "meta.json"
 FORMAT = 1
-_RANK_FILE = re.compile(
-    r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$"
-)
+_RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

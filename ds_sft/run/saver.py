@@ -43,6 +43,7 @@ class Saver:
         ds_config: dict[str, Any],
         data: PackedDataset,
         model: ModelFiles,
+        tokenizer_dir: Path,
     ) -> None:
         """Raises CheckpointError if the exports of this run could not be made."""
         self.engine, self.run, self.recipe, self.data, self.model = engine, run, recipe, data, model
@@ -56,15 +57,10 @@ class Saver:
         generation_config = model.directory / "generation_config.json"
         self.source = ExportSource(
             config=model.config,
-            tokenizer_dir=self._tokenizer_dir(),
+            tokenizer_dir=tokenizer_dir,
             generation_config=generation_config if run.keep_generation_config else None,
         )
         check_source(self.source)
-
-    def _tokenizer_dir(self) -> Path:
-        if self.run.tokenizer:
-            return Path(self.run.tokenizer)
-        return self.data.tokenizer_dir or self.model.directory
 
     def barrier(self) -> None:
         """Wait for all ranks, for as long as it takes one of them to write."""

@@ -105,9 +105,7 @@ def _check_pack(data: PackedDataset, pack: int) -> None:
     if mask.max() > 1:
         raise DataError(f"{data.path}: the mask of pack {pack} holds values other than 0 and 1")
     if tokens[used:].any() or mask[used:].any():
-        raise DataError(
-            f"{data.path}: pack {pack} has tokens after its {used} tokens of documents"
-        )
+        raise DataError(f"{data.path}: pack {pack} has tokens after its {used} tokens of documents")
     trained = int(np.count_nonzero(mask[1:]))
     if trained != data.assistant_counts[pack]:
         raise DataError(

@@ -182,18 +182,24 @@ def _check_index(path: Path, location: dict[str, Path], total: int) -> str:
 
 def _check_tokenizer(path: Path, config: dict[str, Any]) -> str:
     """Check that the tokenizer loads, has a token for each row, and has a chat template."""
+    from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
+    if not (path / "tokenizer.json").is_file():
+        raise CheckpointError(f"{path / 'tokenizer.json'} is missing")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # Transformers and tokenizers raise many kinds here too
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {reason}") from error
     rows = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    if len(tokenizer) != rows:
-        raise CheckpointError(
-            f"the tokenizer in {path} has {len(tokenizer)} tokens, the model has {rows} rows"
-        )
+    # Some servers read tokenizer.json alone, Transformers also what tokenizer_config.json adds.
+    alone = Tokenizer.from_file(str(path / "tokenizer.json"))
+    for size in (len(tokenizer), alone.get_vocab_size(with_added_tokens=True)):
+        if size != rows:
+            raise CheckpointError(
+                f"the tokenizer in {path} has {size} tokens, the model has {rows} rows"
+            )
     if not tokenizer.chat_template:
         raise CheckpointError(f"the tokenizer in {path} has no chat template")
     return f"tokenizer of {rows} tokens with a chat template"

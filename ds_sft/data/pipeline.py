@@ -1,0 +1,230 @@
+"""Chat files -> documents, on all cores, in order, in bounded memory.
+
+Lines go to the workers in chunks as raw bytes; a worker parses, renders, tokenizes, masks and cuts,
+and sends back flat arrays. Results come out in the order of the input whatever the number of
+workers, and at most a few chunks per worker are in flight. A worker ends when its parent is gone.
+
+Left to others: what a document is (`records`, `chat`), placing it into a pack (`prepare`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_sft.data.chat import ChatEncoder, Document
+from ds_sft.data.packing import Overlong, cut
+from ds_sft.data.records import Conversation, LineReader, Rejected, parse_row
+from ds_sft.data.template import ChatTemplate
+from ds_sft.data.tokenizer import load_backend
+from ds_sft.errors import DataError
+
+CHUNK_ROWS = 256
+CHUNK_BYTES = 2**20
+CHUNKS_PER_WORKER = 3
+SMALL_INPUT_BYTES = 2**20
+"""Below this, starting workers takes longer than the work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a worker needs to turn lines into documents."""
+
+    tokenizer_file: Path
+    """The stored tokenizer.json."""
+    template: str
+    """Text of the chat template."""
+    template_name: str
+    """Its name in messages."""
+    special_tokens: Mapping[str, str]
+    """The tokenizer's special tokens by name, for the template."""
+    max_seq_len: int
+    """Tokens in a pack."""
+    overlong: Overlong
+    """What happens to a longer document; `raise` leaves it whole for the caller to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive lines of one file."""
+
+    source: int
+    lines: list[tuple[int, bytes | None]]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """The documents of one chunk, in order, and the rows that are none."""
+
+    source: int
+    """Index of the file."""
+    num_bytes: int
+    """Size of the chunk in the file, for the progress bar."""
+    lines: list[int]
+    """Line of each document."""
+    full_lengths: list[int]
+    """Tokens of each document before cutting."""
+    kept_lengths: list[int]
+    """Tokens of each document after cutting; 0 if it is dropped."""
+    tokens: npt.NDArray[np.int32]
+    """The kept tokens of all documents, end to end."""
+    assistant_mask: npt.NDArray[np.uint8]
+    """Their mask."""
+    rejected: list[tuple[int, Rejected]]
+    """Line and reason of each rejected row."""
+
+
+def build_encoder(job: Job) -> ChatEncoder:
+    """Raises DataError if the template is unusable."""
+    template = ChatTemplate(job.template, job.special_tokens, job.template_name)
+    return ChatEncoder(template, load_backend(job.tokenizer_file))
+
+
+def encode_files(
+    readers: Sequence[LineReader], job: Job, encoder: ChatEncoder, num_workers: int
+) -> Iterator[Encoded]:
+    """Encode every line of every file, in order. Raises DataError for a file that cannot be read.
+
+    Short input is encoded with `encoder` in this process, whatever `num_workers` says.
+    """
+    total = sum(_size(reader.path) for reader in readers)
+    if num_workers == 1 or total < SMALL_INPUT_BYTES:
+        for chunk in _chunks(readers):
+            yield _encode(chunk, job, encoder)
+        return
+    yield from _encode_in_parallel(readers, job, num_workers)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _chunks(readers: Sequence[LineReader]) -> Iterator[Chunk]:
+    for source, reader in enumerate(readers):
+        lines: list[tuple[int, bytes | None]] = []
+        done = size = 0
+        for line in reader:
+            lines.append(line)
+            size += len(line[1] or b"")
+            if len(lines) == CHUNK_ROWS or size >= CHUNK_BYTES:
+                yield Chunk(source, lines, reader.num_bytes - done)
+                lines, size, done = [], 0, reader.num_bytes
+        if lines:
+            yield Chunk(source, lines, reader.num_bytes - done)
+
+
+def _encode(chunk: Chunk, job: Job, encoder: ChatEncoder) -> Encoded:
+    rejected: list[tuple[int, Rejected]] = []
+    rows: list[Conversation] = []
+    places: list[int] = []
+    for number, line in chunk.lines:
+        row = parse_row(line)
+        if isinstance(row, Rejected):
+            rejected.append((number, row))
+        else:
+            rows.append(row)
+            places.append(number)
+    lines: list[int] = []
+    full: list[int] = []
+    tokens: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
+    masks: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)]
+    for number, result in zip(places, encoder.encode(rows), strict=True):
+        document = result if isinstance(result, Rejected) else _cut(result, job)
+        if isinstance(document, Rejected):
+            rejected.append((number, document))
+            continue
+        lines.append(number)
+        full.append(len(result.tokens) if isinstance(result, Document) else 0)
+        tokens.append(document.tokens)
+        masks.append(document.assistant_mask)
+    return Encoded(
+        source=chunk.source,
+        num_bytes=chunk.num_bytes,
+        lines=lines,
+        full_lengths=full,
+        kept_lengths=[len(kept) for kept in tokens[1:]],
+        tokens=np.concatenate(tokens),
+        assistant_mask=np.concatenate(masks),
+        rejected=sorted(rejected, key=lambda item: item[0]),
+    )
+
+
+def _cut(document: Document, job: Job) -> Document | Rejected:
+    """Cut an overlong document; one that then has no trained token would train nothing."""
+    length = len(document.tokens)
+    if length <= job.max_seq_len or job.overlong == "raise":
+        return document
+    kept = cut(length, job.max_seq_len, job.overlong)
+    mask = document.assistant_mask[kept]
+    if len(mask) and not mask[1:].any():
+        detail = f"cut from {length} to {job.max_seq_len} tokens: raise --max-seq-len"
+        return Rejected(reason="no_trained_token", detail=detail)
+    return Document(document.tokens[kept], mask)
+
+
+# --- worker processes ---
+
+_worker: tuple[Job, ChatEncoder] | None = None
+
+
+def _start_worker(job: Job) -> None:
+    """Runs once in each worker; Ctrl-C is the parent's to handle."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # One process per core: threads inside would only get into each other's way.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker = (job, build_encoder(job))
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _encode_in_worker(chunk: Chunk) -> Encoded:
+    assert _worker is not None
+    return _encode(chunk, *_worker)
+
+
+def _encode_in_parallel(
+    readers: Sequence[LineReader], job: Job, num_workers: int
+) -> Iterator[Encoded]:
+    # Spawned, not forked: the caller may hold threads (a progress bar, a test runner's torch).
+    pool = ProcessPoolExecutor(
+        num_workers, get_context("spawn"), initializer=_start_worker, initargs=(job,)
+    )
+    pending: deque[Future[Any]] = deque()
+    try:
+        for chunk in _chunks(readers):
+            pending.append(pool.submit(_encode_in_worker, chunk))
+            if len(pending) >= CHUNKS_PER_WORKER * num_workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(
+            f"a worker process of {num_workers} died, most likely for want of memory: "
+            "use fewer --workers"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,211 @@
+"""`ds-sft prepare`: chat files -> a packed data set.
+
+Owns the command: its flags and the order of things. One pass, documents written as they come; the
+same bytes for any number of workers.
+
+Invariants: every row read is either in a pack, dropped or rejected, and counted as such; tokens of
+accepted documents = packed + cut + dropped. Nothing is under `--out` until all of it is on disk.
+Left to others: rows (`records`), masks (`chat`), packs (`packing`), files (`packed`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ds_sft.data.packed import Array, PackedWriter
+from ds_sft.data.packing import LEVANTER_MAX_DOCS, NextFit, overlong_message
+from ds_sft.data.pipeline import Encoded, Job, build_encoder, encode_files
+from ds_sft.data.records import LineReader
+from ds_sft.data.report import Counts, print_report, refuse_bad_input
+from ds_sft.data.template import SHIPPED, read_template
+from ds_sft.data.tokenizer import load_tokenizer, own_template, save_tokenizer, tokenizer_hash
+from ds_sft.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareFlags:
+    """Turn chats (JSON lines with OpenAI `messages`) into a packed data set."""
+
+    input: tuple[Path, ...]
+    """Files of JSON lines, read in this order."""
+    tokenizer: str
+    """Tokenizer: a directory, or a model's id on the Hub."""
+    out: Path
+    """Directory to write; appears only when it is whole."""
+    max_seq_len: int = 32768
+    """Length of a pack in tokens."""
+    chat_template: str = ""
+    """`qwen3` (the shipped training template) or a FILE; empty: the tokenizer's own."""
+    overlong: Literal["raise", "left", "right", "drop"] = "left"
+    """Documents longer than a pack: an error, keep the first tokens, keep the last, or drop."""
+    max_docs_per_pack: int = LEVANTER_MAX_DOCS
+    """Most documents in one pack."""
+    max_rejected: float = 0.01
+    """Largest share of rows that may be unusable, 0 to 1; above it nothing is written."""
+    workers: int = 0
+    """Processes; 0: one per core."""
+    force: bool = False
+    """Replace an existing --out."""
+
+    def __post_init__(self) -> None:
+        checks = [
+            (len(self.input) > 0, "--input names no file: give at least one"),
+            (self.max_seq_len >= 2, f"--max-seq-len {self.max_seq_len}: must be at least 2"),
+            (
+                self.max_docs_per_pack >= 1,
+                f"--max-docs-per-pack {self.max_docs_per_pack}: must be at least 1",
+            ),
+            (
+                0 <= self.max_rejected <= 1,
+                f"--max-rejected {self.max_rejected}: must be a share from 0 to 1",
+            ),
+            (self.workers >= 0, f"--workers {self.workers}: must be 0 (all cores) or more"),
+        ]
+        for holds, message in checks:
+            if not holds:
+                raise ConfigError(message)
+
+
+def run(flags: PrepareFlags) -> None:
+    """The command. Raises DataError or ConfigError; then nothing is left under `--out`."""
+    readers = [LineReader(path) for path in flags.input]
+    for path in flags.input:
+        if not path.is_file():
+            raise DataError(f"--input {path} is not a file: check the name")
+    try:
+        with PackedWriter(flags.out, flags.max_seq_len, replace=flags.force) as writer:
+            _prepare(flags, readers, writer)
+    except OSError as error:
+        where = error.filename or flags.out
+        raise DataError(
+            f"--out {flags.out} cannot be written ({where}: {error.strerror})"
+        ) from None
+
+
+def _prepare(flags: PrepareFlags, readers: list[LineReader], writer: PackedWriter) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    tokenizer = load_tokenizer(flags.tokenizer)
+    template = (
+        read_template(flags.chat_template)
+        if flags.chat_template
+        else own_template(tokenizer, flags.tokenizer)
+    )
+    save_tokenizer(tokenizer, template, writer.tokenizer_dir)
+    job = Job(
+        tokenizer_file=writer.tokenizer_dir / "tokenizer.json",
+        template=template,
+        template_name=flags.chat_template or f"of {flags.tokenizer}",
+        special_tokens=tokenizer.special_tokens_map,
+        max_seq_len=flags.max_seq_len,
+        overlong=flags.overlong,
+    )
+    encoder = build_encoder(job)
+    if not encoder.trains_stop:
+        console.print(
+            f"warning: chat template {job.template_name} leaves the stop token outside its marks: "
+            "the model will not learn to end its turn"
+        )
+    counts = Counts(flags.max_seq_len)
+    packs = _Packs(flags, writer, counts)
+    with _progress(console, readers) as advance:
+        workers = flags.workers or len(os.sched_getaffinity(0))
+        for encoded in encode_files(readers, job, encoder, workers):
+            packs.add(encoded, readers[encoded.source].path)
+            advance(encoded.num_bytes)
+        packs.flush()
+    refuse_bad_input(counts, flags.max_rejected, ", ".join(map(str, flags.input)))
+    print_report(console, counts, flags.overlong)
+    writer.commit(
+        {
+            "tokenizer": flags.tokenizer,
+            "tokenizer_hash": tokenizer_hash(tokenizer),
+            "chat_template": flags.chat_template if flags.chat_template in SHIPPED else "",
+            "chat_template_sha256": encoder.template.sha256,
+            "mask_from": "marks" if encoder.template.has_marks else "prefixes",
+            "sources": [_source(reader) for reader in readers],
+            **counts.manifest(),
+            "packing": {
+                "kind": "next-fit",
+                "max_docs_per_pack": flags.max_docs_per_pack,
+                "overlong": flags.overlong,
+                "fill": round(counts.fill, 6),
+            },
+        }
+    )
+    console.print(f"wrote {flags.out}", markup=False)
+
+
+def _source(reader: LineReader) -> dict[str, Any]:
+    return {
+        "path": str(reader.path),
+        "bytes": reader.num_bytes,
+        "lines": reader.num_lines,
+        "sha256": reader.sha256,
+    }
+
+
+class _Packs:
+    """The open pack: documents join it in order; a full one goes to the writer."""
+
+    def __init__(self, flags: PrepareFlags, writer: PackedWriter, counts: Counts) -> None:
+        self._flags = flags
+        self._writer = writer
+        self._counts = counts
+        self._fit = NextFit(flags.max_seq_len, flags.max_docs_per_pack)
+        self._tokens: list[Array] = []
+        self._masks: list[Array] = []
+
+    def add(self, encoded: Encoded, path: Path) -> None:
+        """Place the documents of one chunk; count its rejected rows."""
+        for line, rejected in encoded.rejected:
+            self._counts.reject(f"{path}:{line}", rejected)
+        end = 0
+        for line, full, kept in zip(
+            encoded.lines, encoded.full_lengths, encoded.kept_lengths, strict=True
+        ):
+            start, end = end, end + kept
+            if kept > self._flags.max_seq_len:
+                message = overlong_message(f"{path}:{line}", full, self._flags.max_seq_len)
+                raise DataError(message)
+            self._counts.accept(full, kept)
+            if kept == 0:
+                self._fit.end_pack()
+                continue
+            if self._fit.starts_new_pack(full):
+                self.flush()
+            self._tokens.append(encoded.tokens[start:end])
+            self._masks.append(encoded.assistant_mask[start:end])
+
+    def flush(self) -> None:
+        """Write the open pack, if it holds a document."""
+        if not self._tokens:
+            return
+        mask = np.concatenate(self._masks)
+        lengths = [len(tokens) for tokens in self._tokens]
+        self._writer.add_pack(np.concatenate(self._tokens), mask, lengths)
+        self._counts.trained_tokens += int(mask.sum())
+        self._counts.packs += 1
+        self._tokens, self._masks = [], []
+
+
+@contextmanager
+def _progress(console: Console, readers: list[LineReader]) -> Iterator[Callable[[int], None]]:
+    """A bar over the bytes of the input, on a terminal only."""
+    from rich.progress import Progress
+
+    total = sum(reader.path.stat().st_size for reader in readers)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("prepare", total=total)
+        yield lambda done: bar.update(task, advance=done)

@@ -1,0 +1,191 @@
+"""A chat template: Jinja text -> rendered conversations, with the spans that it marks.
+
+Renders as transformers' `apply_chat_template` does (the same environment, variables and special
+tokens), without its cost per row: the text is compiled once. `{% generation %}` blocks become spans
+of characters, found by markers that the block puts round its own output, so that they are right
+inside macros and captured blocks too.
+
+Left to others: which text is trained when a template has no marks, and tokens (`chat`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_sft.data.records import Message, shorten
+from ds_sft.errors import DataError
+
+if TYPE_CHECKING:
+    import jinja2
+
+SHIPPED = {"qwen3": "qwen3.jinja"}
+
+# Unicode sets these code points aside for use inside a program; no text contains them legally.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_MARKER = re.compile(f"[{_OPEN}{_CLOSE}]")
+
+Span = tuple[int, int]
+Tools = list[dict[str, Any]] | None
+
+
+class Unrenderable(Exception):
+    """This row cannot be rendered, or its trained spans cannot be told: reason and detail."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = shorten(detail)
+
+
+class ChatTemplate:
+    """A compiled template. `has_marks` tells whether it says itself what is trained."""
+
+    def __init__(
+        self, text: str, special_tokens: Mapping[str, str], name: str = "template"
+    ) -> None:
+        """`special_tokens` are the tokenizer's by name (`eos_token`, ...), which templates print.
+
+        Raises DataError if the text is no Jinja template.
+        """
+        self.text = text
+        self.name = name
+        self._special_tokens = dict(special_tokens)
+        self._blocks = 0
+        self._template, self.has_marks = self._compile()
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode("utf-8")).hexdigest()
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = False
+    ) -> str:
+        """The conversation as text, without markers. Raises Unrenderable."""
+        text = self._render(messages, tools, add_generation_prompt)
+        return _MARKER.sub("", text) if self.has_marks else text
+
+    def render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
+        """The conversation and the spans of characters that its marks enclose. Raises Unrenderable.
+
+        Spans are in order, not empty, and do not overlap; a block inside a block adds nothing.
+        """
+        self._blocks = 0
+        marked = self._render(messages, tools, False)
+        pieces: list[str] = []
+        spans: list[Span] = []
+        depth = start = length = opened = 0
+        for piece in re.split(f"([{_OPEN}{_CLOSE}])", marked):
+            if piece == _OPEN:
+                opened += 1
+                start = length if depth == 0 else start
+                depth += 1
+            elif piece == _CLOSE:
+                depth -= 1
+                if depth == 0 and length > start:
+                    spans.append((start, length))
+            else:
+                pieces.append(piece)
+                length += len(piece)
+        if opened != self._blocks or depth != 0:
+            raise Unrenderable("reserved_character", "the text contains U+FDD0 or U+FDD1")
+        return "".join(pieces), spans
+
+    def _render(self, messages: Sequence[Message], tools: Tools, prompt: bool) -> str:
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._special_tokens,
+            )
+        # A template is a program of somebody else: it may fail in any way, for this row alone.
+        except Exception as error:
+            raise Unrenderable("template_error", f"{type(error).__name__}: {error}") from None
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        self._blocks += 1
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+    def _compile(self) -> tuple[jinja2.Template, bool]:
+        import jinja2
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.parser import Parser
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        mark = self._mark
+        marks_seen: list[int] = []
+
+        class Generation(Extension):
+            tags = {"generation"}  # noqa: RUF012 (jinja's own declaration of a tag)
+
+            def parse(self, parser: Parser) -> jinja2.nodes.Node:
+                line = next(parser.stream).lineno
+                marks_seen.append(line)
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                call = self.call_method("mark")
+                return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+            def mark(self, caller: Callable[[], str]) -> str:
+                return mark(caller)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            return environment.from_string(self.text), bool(marks_seen)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(
+                f"chat template {self.name}, line {error.lineno}: {error.message}: correct it or "
+                "choose another --chat-template"
+            ) from None
+
+
+def read_template(choice: str) -> str:
+    """The text of a shipped template (`qwen3`) or of a file. Raises DataError."""
+    if choice in SHIPPED:
+        shipped = resources.files("ds_sft.data") / "templates" / SHIPPED[choice]
+        return shipped.read_text(encoding="utf-8")
+    try:
+        return Path(choice).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise DataError(
+            f"--chat-template {choice}: {reason}: give a file, one of {', '.join(SHIPPED)}, or "
+            "leave it out to use the tokenizer's"
+        ) from None
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise ValueError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,193 @@
+"""The tokenizer: loading it as inference will, storing it with its template, telling two apart.
+
+Owns the tokenizer's identity (`tokenizer_hash`) and the bytes behind each token id. transformers is
+imported only to load and to store; worker processes read the stored `tokenizer.json` alone. torch
+comes in only where transformers' own choice of a tokenizer class needs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_sft.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TEMPLATE_FILE = "chat_template.jinja"
+PADDING_TOKEN = re.compile(r"<\|padding_\d+\|>")
+"""Tokens that exports add to match the model's vocabulary; they are no part of the identity."""
+
+# AutoTokenizer imports torch (a second) to look at the model's configuration first. These classes
+# are what it settles on by tokenizer_config.json alone.
+_CLASSES_WITHOUT_TORCH = {
+    "Qwen2Tokenizer": "Qwen2Tokenizer",
+    "Qwen2TokenizerFast": "Qwen2Tokenizer",
+    "PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
+}
+
+
+def load_tokenizer(source: str) -> Any:
+    """The transformers tokenizer of a directory or a Hub id. Raises DataError."""
+    _refuse_empty_path(source)
+    import transformers
+
+    name = _class_without_torch(Path(source))
+    try:
+        loader = getattr(transformers, name) if name else transformers.AutoTokenizer
+        tokenizer = loader.from_pretrained(source)
+    # Whatever is wrong with the files or the network, the person needs the same line.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"--tokenizer {source} cannot be loaded ({reason}): give a directory with "
+            "tokenizer.json or the id of a model"
+        ) from None
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise DataError(
+            f"--tokenizer {source} is a {type(tokenizer).__name__} without a tokenizer.json: "
+            "choose one that the tokenizers library can run"
+        )
+    return tokenizer
+
+
+def _refuse_empty_path(source: str) -> None:
+    """Say at once what transformers would look for on the network first."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        wrong = "" if any(path.glob("tokenizer*")) else "holds no tokenizer"
+    else:
+        local = source.startswith(("/", ".", "~")) or source.count("/") > 1
+        wrong = "is not a directory" if local else ""
+    if wrong:
+        raise DataError(
+            f"--tokenizer {source} {wrong}: give a directory with tokenizer.json or a model's id"
+        )
+
+
+def _class_without_torch(directory: Path) -> str | None:
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    if "auto_map" in config or not (directory / "tokenizer.json").is_file():
+        return None
+    return _CLASSES_WITHOUT_TORCH.get(config.get("tokenizer_class", ""))
+
+
+def own_template(tokenizer: Any, source: str) -> str:
+    """The chat template that the tokenizer brings. Raises DataError if there is none."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str) or not template.strip():
+        raise DataError(
+            f"--tokenizer {source} has no chat template: add --chat-template FILE, or qwen3 for "
+            "the one that is shipped"
+        )
+    return template
+
+
+def save_tokenizer(tokenizer: Any, template: str, directory: Path) -> None:
+    """Store the tokenizer with `template` as its only chat template."""
+    tokenizer.chat_template = template
+    try:
+        tokenizer.save_pretrained(str(directory))
+    except OSError:
+        raise
+    # The tokenizers library reports a full disk as a plain Exception.
+    except Exception as error:
+        raise DataError(f"the tokenizer cannot be stored in {directory} ({error})") from None
+    stored = directory / TEMPLATE_FILE
+    if not stored.is_file() or stored.read_bytes() != template.encode("utf-8"):
+        stored.write_bytes(template.encode("utf-8"))
+
+
+def tokenizer_hash(source: str | os.PathLike[str] | Any) -> str:
+    """What tells two tokenizers apart: sha256 over their tokens by id and their merges.
+
+    `source` is a directory with tokenizer.json, that file, or a loaded transformers tokenizer. The
+    same for a tokenizer that transformers has saved again, and for one to which an export has added
+    `<|padding_i|>` tokens. Raises DataError if there is no readable tokenizer.json.
+    """
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            raw: str | bytes = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror})") from None
+    else:
+        path, raw = Path("tokenizer"), source.backend_tokenizer.to_str()
+    try:
+        return _identity(json.loads(raw))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is not a tokenizer.json ({error})") from None
+
+
+def _identity(config: dict[str, Any]) -> str:
+    vocab = config["model"]["vocab"]
+    entries = (
+        vocab.items()
+        if isinstance(vocab, dict)
+        else ((token, number) for number, (token, _) in enumerate(vocab))
+    )
+    tokens = {number: token for token, number in entries}
+    tokens.update({added["id"]: added["content"] for added in config.get("added_tokens", [])})
+    kept = [item for item in sorted(tokens.items()) if not PADDING_TOKEN.fullmatch(item[1])]
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge)
+        for merge in config["model"].get("merges") or []
+    ]
+    identity = json.dumps([config["model"].get("type"), kept, merges], ensure_ascii=False)
+    return hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def load_backend(tokenizer_file: Path) -> Tokenizer:
+    """The tokenizer as the tokenizers library runs it, neither cutting nor padding."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(tokenizer_file))
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def token_bytes(backend: Tokenizer) -> list[bytes] | None:
+    """The UTF-8 bytes behind each token id; None unless the tokenizer is a byte-level BPE.
+
+    Byte-level vocabularies spell each byte as one printable character (the alphabet of GPT-2). That
+    the bytes of a row's tokens are the bytes of its text is for the caller to check, row by row: a
+    normalizer or a token that swallows blanks may change them.
+    """
+    config = json.loads(backend.to_str())
+    if config["model"].get("type") != "BPE" or "ByteLevel" not in json.dumps(config["decoder"]):
+        return None
+    added = {entry["id"]: entry["content"] for entry in config["added_tokens"]}
+    byte_of = _byte_alphabet()
+    vocab = {number: token for token, number in config["model"]["vocab"].items()}
+    table = [b""] * (max([*vocab, *added]) + 1)
+    for number, token in vocab.items():
+        if number in added:
+            continue
+        try:
+            table[number] = bytes([byte_of[character] for character in token])
+        except KeyError:
+            return None
+    for number, token in added.items():
+        table[number] = token.encode("utf-8")
+    return table
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte: printable Latin-1 stands for itself, the others follow from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
+    return alphabet

@@ -1,0 +1,202 @@
+"""The complete DeepSpeed configuration: the person's JSON, checked, plus what the recipe decides.
+
+Owns every key that touches the numbers. Invariants: gradients are accumulated in float32 and
+reduced in the recipe's precision whatever the engine's default (both keys are needed for that,
+DeepSpeed would use bfloat16); clipping is always written, since DeepSpeed clips at 1.0 when the key
+is missing; a key that is misspelt, that ds_sft owns, or that would have no effect is a ConfigError,
+never a warning. Leaves the optimizer's construction to `build`. No torch, no DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ds_sft.engine.json_keys import ACCEPTED, REFUSED, Rules, Value
+from ds_sft.errors import ConfigError
+from ds_sft.recipe.recipe import Recipe
+
+_NEVER = 2**31 - 1
+_SHORT_DTYPE = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ConfigError with line and column of what is wrong."""
+    try:
+        value = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_no_constant,
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--deepspeed-config {path} does not exist: use one of ds_configs/, "
+            "for example ds_configs/zero3.json"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg} "
+            "(comments and trailing commas are not allowed)"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--deepspeed-config {path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds {_shown(value)}, not a JSON object: write {{...}}")
+    return value
+
+
+def engine_config(
+    json_dict: dict[str, Any],
+    where: str | Path,
+    recipe: Recipe,
+    *,
+    world_size: int,
+    per_device_batch: int,
+) -> dict[str, Any]:
+    """The dictionary for `deepspeed.initialize` from the keys of the file called `where`.
+
+    The engine counts one microbatch a step: the train step marks the boundary itself, so that the
+    number of microbatches can follow from the world size. Raises ConfigError.
+    """
+    check_keys(json_dict, where)
+    zero = {
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        **json_dict.get("zero_optimization", {}),
+        "reduce_scatter": True,
+    }
+    if zero.setdefault("stage", 3) != 3:
+        raise ConfigError(
+            f"{where}: `zero_optimization.stage` is {zero['stage']}: ds_sft is built on stage 3"
+        )
+    _check_offload(zero, where, world_size)
+    owned: dict[str, Any] = {
+        "train_batch_size": per_device_batch * world_size,
+        "train_micro_batch_size_per_gpu": per_device_batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": recipe.max_grad_norm,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": _SHORT_DTYPE[recipe.grad_reduce_dtype],
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": _NEVER,
+    }
+    if recipe.compute_dtype == "bfloat16":
+        owned["bf16"] = {"enabled": True}
+    return {**json_dict, **owned, "zero_optimization": zero}
+
+
+def optimizer_kind(ds_config: dict[str, Any]) -> str:
+    """`cpu_adam` when the optimizer's state lives in host memory, else `adamw`."""
+    offload = ds_config["zero_optimization"].get("offload_optimizer", {})
+    return "cpu_adam" if offload.get("device", "none") == "cpu" else "adamw"
+
+
+def check_keys(
+    values: dict[str, Any], where: str | Path, rules: Rules = ACCEPTED, prefix: str = ""
+) -> None:
+    """Raise ConfigError for the first key, at any depth, that must not be in the file `where`."""
+    for key, value in values.items():
+        path = prefix + key
+        if path in REFUSED:
+            raise ConfigError(f"{where}: `{path}` {REFUSED[path]}")
+        if key not in rules:
+            raise ConfigError(f"{where}: unknown key `{path}`: {_advice(key, prefix, rules)}")
+        if value == "auto":
+            raise ConfigError(
+                f'{where}: `{path}` is "auto", which only the transformers Trainer fills in: '
+                "write the value, or drop the key"
+            )
+        rule = rules[key]
+        if isinstance(rule, Value):
+            _check_value(value, rule, path, where)
+        elif isinstance(value, dict):
+            check_keys(value, where, rule, path + ".")
+        else:
+            raise ConfigError(
+                f"{where}: `{path}` is {_shown(value)}, but must be an object {{...}} with "
+                f"{', '.join(list(rule)[:3])}, ..."
+            )
+
+
+def _advice(key: str, prefix: str, rules: Rules) -> str:
+    """What was probably meant: a key of this level, or of another one."""
+    here = [*rules, *(k[len(prefix) :] for k in REFUSED if k.startswith(prefix))]
+    # The stage-3 keys are often written without their prefix, which DeepSpeed's own code does too.
+    for candidate in (f"stage3_{key}", *difflib.get_close_matches(key, here, n=1)):
+        if candidate in here:
+            return f"did you mean `{prefix}{candidate}`?"
+    elsewhere = [p for p in _accepted_paths(ACCEPTED) if p.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"it belongs to `{elsewhere[0].rpartition('.')[0]}`"
+    return f"known here: {', '.join(rules)}"
+
+
+def _accepted_paths(rules: Rules, prefix: str = "") -> list[str]:
+    paths: list[str] = []
+    for key, rule in rules.items():
+        paths.append(prefix + key)
+        if not isinstance(rule, Value):
+            paths += _accepted_paths(rule, f"{prefix}{key}.")
+    return paths
+
+
+def _check_value(value: object, rule: Value, path: str, where: str | Path) -> None:
+    advice = f"must be {rule.kind}"
+    if rule.kind == "true or false":
+        ok = isinstance(value, bool)
+    elif rule.kind == "a list of texts":
+        ok = isinstance(value, list) and all(isinstance(v, str) for v in value)
+    elif rule.kind == "a text":
+        ok = isinstance(value, str)
+        if ok and rule.choices:
+            ok = str(value).lower() in [choice.lower() for choice in rule.choices]
+            advice = f"must be one of {', '.join(rule.choices)}"
+    else:
+        ok = isinstance(value, int | float) and not isinstance(value, bool)
+        if ok and rule.kind == "a whole number":
+            ok = value == int(value)  # type: ignore[call-overload]  # 5e8 is a float in JSON
+        if ok:
+            ok = rule.low <= value <= rule.high  # type: ignore[operator]
+            top = "" if math.isinf(rule.high) else f" and at most {rule.high:g}"
+            advice = f"must be {rule.kind} of at least {rule.low:g}{top}"
+    if not ok:
+        raise ConfigError(f"{where}: `{path}` is {_shown(value)}, but {advice}")
+
+
+def _check_offload(zero: dict[str, Any], where: str | Path, world_size: int) -> None:
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, {}).get("device", "none").lower() == "nvme":
+            raise ConfigError(
+                f"{where}: NVMe offload is not supported yet: `zero_optimization.{name}.device` "
+                "must be cpu or none"
+            )
+        if "device" in zero.get(name, {}):
+            zero[name] = {**zero[name], "device": zero[name]["device"].lower()}
+    hpz = zero.get("zero_hpz_partition_size", 1)
+    if hpz > world_size or world_size % hpz:
+        raise ConfigError(
+            f"{where}: `zero_optimization.zero_hpz_partition_size` is {hpz}, which does not divide "
+            f"the world size {world_size}: use the number of GPUs of one host"
+        )
+
+
+def _shown(value: object) -> str:
+    """The value as it stands in the file, cut to a readable length."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"key `{key}` is given twice")
+        seen[key] = value
+    return seen
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number in JSON")

@@ -1,0 +1,267 @@
+"""Everything that can be said about a run before a GPU is touched: `ds-sft plan`.
+
+Owns `check`, which `train` calls as its first act: a plan that passes is a run that starts. It
+raises the first error that the run would hit in its arguments, its data, its model's files or its
+DeepSpeed JSON, and collects notes about what it could not check. Invariants: no torch, no network,
+under a second. Leaves what the numbers mean to `recipe`, and how they look to `plan_view`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from ds_sft.data.model_files import ModelFiles, find_model
+from ds_sft.data.order import pack_order
+from ds_sft.data.packed import PackedDataset
+from ds_sft.engine.config import engine_config, read_json
+from ds_sft.errors import ConfigError, DataError
+from ds_sft.flags import RunConfig, parse_with_recipe
+from ds_sft.plan_data import check_tokenizers, note_template, token_range
+from ds_sft.recipe import cadence
+from ds_sft.recipe.batching import BatchPlan
+from ds_sft.recipe.recipe import Recipe
+from ds_sft.recipe.schedule import Schedule
+from ds_sft.run import resume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run that was checked, with everything derived from its arguments."""
+
+    run: RunConfig
+    """Where and when."""
+    recipe: Recipe
+    """The science, with `num_train_steps` final."""
+    data: PackedDataset
+    """The packed data set."""
+    schedule: Schedule
+    """Learning rate by step."""
+    batches: BatchPlan
+    """Packs by step and rank."""
+    ds_config: dict[str, Any]
+    """The complete dictionary for `deepspeed.initialize`."""
+    model: ModelFiles | None
+    """The model's files; None when the Hub's cache of this machine does not hold them."""
+    tokenizer_dir: Path | None
+    """Whose tokenizer the exports get; None only while the model is None."""
+    resume_from: resume.ResumePoint | None
+    """The checkpoint that the run goes on from; None when it starts at step 0."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be checked, and what is odd but allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFlags:
+    """Say what a run will do, need and refuse, without starting it."""
+
+    run: RunConfig
+    """Where and when."""
+    science: Recipe
+    """What decides the loss curve; defaults are those of --recipe."""
+    world_size: int = 1
+    """Ranks (GPUs) over all hosts."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    plot: Path | None = None
+    """Draw the learning rate with the export labels into this .png file."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """`ds-sft plan`. Raises ConfigError or DataError for what the run would refuse."""
+    flags = parse_with_recipe(PlanFlags, argv, "ds-sft plan")
+    plan = check(flags.run, flags.science, flags.world_size)
+    if flags.plot is not None:
+        from ds_sft.plan_view import plot
+
+        plot(plan, flags.plot)
+    show(plan, as_json=flags.json)
+
+
+def show(plan: Plan, as_json: bool = False) -> None:
+    """Print the plan: tables, or one JSON object."""
+    from ds_sft import plan_view
+
+    plan_view.show(plan, as_json=as_json)
+
+
+def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
+    """The plan of a run on `world_size` ranks. Raises ConfigError or DataError, in one line."""
+    if world_size < 1:
+        raise ConfigError(f"--world-size {world_size} is not a number of ranks: use 1 or more")
+    notes: list[str] = []
+    ds_config = engine_config(
+        read_json(run.deepspeed_config),
+        run.deepspeed_config,
+        recipe,
+        world_size=world_size,
+        per_device_batch=run.per_device_batch,
+    )
+    data = PackedDataset.open(run.data)
+    if data.num_packs == 0:
+        raise DataError(
+            f"{data.path} holds no pack: run `ds-sft prepare` on input with usable rows"
+        )
+    model = find_model(recipe.model_id)
+    _check_pair(data, model, recipe, notes)
+    tokenizer_dir = check_tokenizers(run, data, model, notes)
+    _check_generation_config(run, model)
+    note_template(recipe, data, notes)
+    recipe = recipe.replace(num_train_steps=final_steps(run, recipe, data.num_packs))
+    schedule = Schedule.from_recipe(recipe, data.num_packs)
+    batches = BatchPlan(
+        recipe,
+        data.assistant_counts.tolist(),
+        world_size=world_size,
+        per_device_batch=run.per_device_batch,
+        order=pack_order(recipe.order, data.num_packs, recipe.data_seed).tolist(),
+        allow_idle=run.allow_idle,
+    )
+    batches.check_targets(schedule.num_steps)
+    _check_place(run)
+    point = _check_resume(run, recipe, data, model, world_size, notes)
+    _note_oddities(run, recipe, schedule, batches, notes)
+    return Plan(
+        run=run,
+        recipe=recipe,
+        data=data,
+        schedule=schedule,
+        batches=batches,
+        ds_config=ds_config,
+        model=model,
+        tokenizer_dir=tokenizer_dir,
+        resume_from=point,
+        notes=notes,
+    )
+
+
+def final_steps(run: RunConfig, recipe: Recipe, num_packs: int) -> int:
+    """Optimizer steps of the run: --epochs, else the recipe's, else eight epochs."""
+    if not run.epochs:
+        return recipe.steps(num_packs)
+    # As a decimal: 0.1 epochs of 640 packs in batches of 64 is one step, not two.
+    return max(1, math.ceil(Fraction(str(run.epochs)) * num_packs / recipe.train_batch_size))
+
+
+def _check_pair(
+    data: PackedDataset, model: ModelFiles | None, recipe: Recipe, notes: list[str]
+) -> None:
+    """What the data and the model must agree on: token ids and the length of a row."""
+    if model is None:
+        if _offline():
+            raise ConfigError(
+                f"--model-id {recipe.model_id} is not in the Hub's cache of this machine, and "
+                "HF_HUB_OFFLINE forbids to fetch it: name a directory, or download it first"
+            )
+        notes.append(
+            f"model {recipe.model_id} is neither a directory nor in the Hub's cache of this "
+            "machine: its checks (vocabulary, length, parameters, disk) are skipped"
+        )
+        return
+    low, high, whole = token_range(data)
+    if low < 0 or high >= model.vocab_size:
+        raise DataError(
+            f"{data.path} holds token id {low if low < 0 else high}, but {recipe.model_id} has "
+            f"{model.vocab_size} (0 to {model.vocab_size - 1}): prepare the data with the "
+            f"model's own tokenizer"
+        )
+    if not whole:
+        notes.append("token ids were checked in a sample of the packs only")
+    longest = model.max_position_embeddings
+    if longest is not None and data.max_seq_len > longest:
+        raise DataError(
+            f"{data.path} has rows of {data.max_seq_len} tokens, but {recipe.model_id} was made "
+            f"for {longest} (max_position_embeddings): prepare with --max-seq-len {longest}"
+        )
+
+
+def _check_generation_config(run: RunConfig, model: ModelFiles | None) -> None:
+    if not run.keep_generation_config or model is None:
+        return
+    if not (model.directory / "generation_config.json").is_file():
+        raise ConfigError(
+            f"--keep-generation-config, but {model.directory} has no generation_config.json: "
+            "drop the flag"
+        )
+
+
+def _check_place(run: RunConfig) -> None:
+    """Refuse an --out that cannot become a run directory."""
+    if run.out is None:
+        return
+    if run.out.exists() and not run.out.is_dir():
+        raise ConfigError(f"--out {run.out} is a file: name a directory")
+    parent = existing_parent(run.out)
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"--out {run.out} cannot be made: {parent} is not writable")
+
+
+def _check_resume(
+    run: RunConfig,
+    recipe: Recipe,
+    data: PackedDataset,
+    model: ModelFiles | None,
+    world_size: int,
+    notes: list[str],
+) -> resume.ResumePoint | None:
+    """The checkpoint to go on from; refuses one that belongs to something else."""
+    point = resume.find(run)
+    if point is None:
+        return None
+    changes = resume.check(
+        point,
+        recipe,
+        world_size=world_size,
+        data_sha256=data.manifest_sha256,
+        model_config=None if model is None else model.config,
+        allow_change=run.allow_change,
+    )
+    if point.completed > recipe.num_train_steps:
+        raise ConfigError(
+            f"{point.path} holds {point.completed} steps, more than the {recipe.num_train_steps} "
+            "of this run: use a larger --num-train-steps, or another --out"
+        )
+    steps = f"{point.completed} of {recipe.num_train_steps} steps are done"
+    notes += [f"goes on from {point.path}: {steps}", *changes]
+    return point
+
+
+def existing_parent(path: Path) -> Path:
+    """`path`, or the nearest directory above it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _note_oddities(
+    run: RunConfig, recipe: Recipe, schedule: Schedule, batches: BatchPlan, notes: list[str]
+) -> None:
+    steps = schedule.num_steps
+    saved = set(cadence.labels(steps, recipe.steps_per_checkpoint))
+    bare = [n for n in cadence.labels(steps, recipe.steps_per_hf_export) if n not in saved]
+    if bare:
+        notes.append(
+            f"{len(bare)} exports have no native checkpoint of the same label "
+            f"(first: step-{bare[0]})"
+        )
+    if batches.idle_slots:
+        notes.append(
+            f"{batches.idle_slots} of {batches.idle_slots + batches.batch_size} slots of a step "
+            f"idle ({batches.idle_share:.0%}): a loss group of {batches.group_size} packs on "
+            f"{batches.world_size} ranks x {batches.per_device_batch}"
+        )
+    if run.stop_after >= steps:
+        notes.append(f"--stop-after {run.stop_after} is not before the end at {steps} steps")
+    if schedule.warmup_steps >= steps:
+        notes.append(f"the warmup takes the whole run of {steps} steps: the peak is never reached")
+
+
+def _offline() -> bool:
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)

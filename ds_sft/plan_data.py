@@ -1,0 +1,150 @@
+"""What a plan checks about tokens: their range, the tokenizers, the chat template.
+
+Owns the comparisons of the data set with the tokenizers of the model and of the exports. A data set
+of the first trainer says nothing about its tokenizer: then a note, never an error. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ds_sft.data.model_files import ModelFiles, cached_revision
+from ds_sft.data.packed import TOKENIZER_DIR, PackedDataset
+from ds_sft.data.template import SHIPPED, read_template
+from ds_sft.data.tokenizer import TEMPLATE_FILE, tokenizer_hash
+from ds_sft.errors import ConfigError, DataError
+from ds_sft.flags import RunConfig
+from ds_sft.recipe.recipe import Recipe
+from ds_sft.run.hf_format import has_chat_template
+
+_MAX_SCANNED_TOKENS = 1 << 26  # 256 MiB of int32: a tenth of a second from memory
+_CHUNK_TOKENS = 1 << 20
+
+
+def token_range(data: PackedDataset) -> tuple[int, int, bool]:
+    """Smallest and largest token id, and whether all tokens were looked at."""
+    packs = data.tokens
+    rows = max(1, _CHUNK_TOKENS // data.max_seq_len)
+    starts = range(0, len(packs), rows)
+    stride = max(1, -(-packs.size // _MAX_SCANNED_TOKENS))
+    chunks = [packs[start : start + rows] for start in starts[::stride]]
+    return (
+        min(int(chunk.min()) for chunk in chunks),
+        max(int(chunk.max()) for chunk in chunks),
+        stride == 1,
+    )
+
+
+def check_tokenizers(
+    run: RunConfig, data: PackedDataset, model: ModelFiles | None, notes: list[str]
+) -> Path | None:
+    """The directory whose tokenizer the exports get; None when only the absent model has one.
+
+    Raises ConfigError or DataError unless data, model and exports have the same tokenizer, by
+    tokens and merges; `<|padding_i|>` tokens that exports add do not count.
+    """
+    models = None if model is None else model.tokenizer_dir
+    chosen = _given_tokenizer(run) if run.tokenizer else data.tokenizer_dir or models
+    if chosen is None and model is not None:
+        raise ConfigError(
+            f"exports would have no tokenizer: neither {data.path} nor {model.directory} holds "
+            "one: name it with --tokenizer"
+        )
+    if chosen is not None:
+        _check_exportable(chosen, model)
+    if "tokenizer_hash" not in data.manifest and data.tokenizer_dir is None:
+        notes.append(f"{data.path} does not say which tokenizer made it: that check is skipped")
+        return chosen
+    given = chosen if run.tokenizer else None
+    for what, directory in (("--tokenizer", given), ("the model's", models)):
+        if directory not in (None, data.tokenizer_dir) and not _same_tokenizer(data, directory):
+            raise DataError(
+                f"{data.path} was prepared with another tokenizer than {what} in {directory}: "
+                "prepare it again with that one, or train the model it was made for"
+            )
+    return chosen
+
+
+def _given_tokenizer(run: RunConfig) -> Path:
+    """The directory that --tokenizer names, as a path or as a Hub id in the cache."""
+    given = Path(run.tokenizer).expanduser()
+    if not given.is_dir():
+        if run.tokenizer.startswith(("/", ".", "~")) or run.tokenizer.count("/") != 1:
+            raise ConfigError(f"--tokenizer {run.tokenizer} does not exist: check the path")
+        cached = cached_revision(run.tokenizer)
+        if cached is None or not (cached / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"--tokenizer {run.tokenizer} is neither a directory nor in the Hub's cache: "
+                "name a directory"
+            )
+        return cached
+    if not (given / "tokenizer.json").is_file():
+        raise ConfigError(f"--tokenizer {given} holds no tokenizer.json: name its directory")
+    return given
+
+
+def _check_exportable(directory: Path, model: ModelFiles | None) -> None:
+    """Refuse a tokenizer that no export could carry: too large for the model, or no template."""
+    config = _json_object(directory / "tokenizer_config.json")
+    if not has_chat_template(directory, config):
+        raise ConfigError(
+            f"the tokenizer in {directory} has no chat template: "
+            "prepare the data with --chat-template FILE"
+        )
+    size = _num_tokens(_json_object(directory / "tokenizer.json"))
+    if model is not None and size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {directory} has {size} tokens but the model has only "
+            f"{model.vocab_size} rows: prepare the data with the model's own tokenizer"
+        )
+
+
+def _num_tokens(tokenizer: dict[str, Any]) -> int:
+    """Largest id of a tokenizer.json, plus one."""
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    added = (token["id"] for token in tokenizer.get("added_tokens", []))
+    return 1 + int(max([*ids, *added]))
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return value
+
+
+def _same_tokenizer(data: PackedDataset, directory: Path) -> bool:
+    if data.tokenizer_dir is not None:
+        ours, theirs = data.tokenizer_dir / "tokenizer.json", directory / "tokenizer.json"
+        # Usually a copy, and comparing bytes is a hundred times faster than reading the vocabulary.
+        if ours.is_file() and ours.read_bytes() == theirs.read_bytes():
+            return True
+    known = data.manifest.get("tokenizer_hash")
+    return tokenizer_hash(directory) == (known or tokenizer_hash(data.path / TOKENIZER_DIR))
+
+
+def note_template(recipe: Recipe, data: PackedDataset, notes: list[str]) -> None:
+    """Note a data set that was not rendered with the template that the recipe names."""
+    if recipe.chat_template not in SHIPPED:
+        return
+    known = data.manifest.get("chat_template_sha256")
+    stored = data.path / TOKENIZER_DIR / TEMPLATE_FILE
+    if known is None and stored.is_file():
+        known = hashlib.sha256(stored.read_bytes()).hexdigest()
+    named = hashlib.sha256(read_template(recipe.chat_template).encode("utf-8")).hexdigest()
+    if known is None:
+        notes.append(f"{data.path} does not say which chat template rendered it")
+    elif known != named:
+        notes.append(
+            f"the recipe names the chat template {recipe.chat_template!r}, but {data.path} was "
+            f"rendered with another one: prepare with --chat-template {recipe.chat_template}"
+        )

@@ -1,0 +1,321 @@
+"""Masks: exactly what the template marks, or what the prefixes cut; never wrong or empty."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from ds_sft.data.chat import ChatEncoder, Document
+from ds_sft.data.records import Conversation, Rejected
+from ds_sft.data.template import ChatTemplate, read_template
+from ds_sft.data.tokenizer import load_backend
+from ds_sft.errors import DataError
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CHAT_MASK = json.loads((GOLDEN / "chat_mask.json").read_text())
+RENDERS = json.loads((GOLDEN / "qwen3_renders.json").read_text())["cases"]
+BACKEND = load_backend(GOLDEN / "tiny_tokenizer" / "tokenizer.json")
+
+CHATML = CHAT_MASK["template"]
+# As the stock Qwen3 template does: an empty think block, into the last assistant turn only.
+REWRITING = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and loop.last %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
+    "{{- m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# As Llama 3.1 does: content is trimmed, a turn with a tool call ends in another stop.
+TWO_STOPS = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}:{% if m.tool_calls %}"
+    "{% generation %}{{ m.tool_calls[0].function.name }}<|endoftext|>{% endgeneration %}"
+    "{% elif m.role == 'assistant' %}"
+    "{% generation %}{{ m.content | trim }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content | trim }}<|im_end|>{% endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant:{%- endif %}"
+)
+
+
+def without_marks(template: str) -> str:
+    return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def answer(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def encode(template: str, *messages: dict[str, Any], backend: Tokenizer = BACKEND) -> Any:
+    encoder = ChatEncoder(ChatTemplate(template, {}), backend)
+    return encoder.encode([Conversation(messages=list(messages), tools=None)])[0]
+
+
+def trained_text(result: Any, backend: Tokenizer = BACKEND) -> str:
+    assert isinstance(result, Document), result
+    kept = result.tokens[result.assistant_mask == 1].tolist()
+    return str(backend.decode(kept, skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("template", [CHATML, without_marks(CHATML)], ids=["marks", "prefixes"])
+@pytest.mark.parametrize("case", CHAT_MASK["cases"], ids=lambda case: case["masked_text"].strip())
+def test_ids_and_masks_are_levanters(case: dict, template: str) -> None:
+    result = encode(template, *case["messages"])
+    assert result.tokens.tolist() == case["input_ids"]
+    assert result.assistant_mask.tolist() == case["assistant_masks"]
+    assert trained_text(result) == case["masked_text"]
+
+
+def test_a_conversation_without_an_assistant_is_rejected_as_levanter_does() -> None:
+    for template in (CHATML, without_marks(CHATML)):
+        result = encode(template, *CHAT_MASK["no_assistant_message"]["messages"])
+        assert isinstance(result, Rejected)
+        assert result.reason == "no_trained_token"
+
+
+def test_an_empty_think_block_in_the_last_turn_does_not_hide_the_earlier_turns() -> None:
+    result = encode(
+        REWRITING, user("a"), answer("b"), user("c"), answer("d"), user("e"), answer("f")
+    )
+    assert trained_text(result) == (
+        "b<|im_end|>\nd<|im_end|>\n<think>\n\n</think>\n\nf<|im_end|>\n"
+    )
+
+
+def test_a_turn_after_the_last_answer_is_context_only() -> None:
+    for template in (CHATML, without_marks(CHATML), REWRITING):
+        assert trained_text(encode(template, user("a"), answer("b"), user("c"))) == "b<|im_end|>\n"
+
+
+def test_prefixes_find_another_stop_after_a_tool_call() -> None:
+    call = answer("", tool_calls=[{"function": {"name": "f", "arguments": {}}}])
+    chat = [
+        user("a"),
+        call,
+        {"role": "tool", "content": "r"},
+        answer(" b "),
+        user("c"),
+        answer("d"),
+    ]
+    results = [encode(template, *chat) for template in (TWO_STOPS, without_marks(TWO_STOPS))]
+    assert [trained_text(result) for result in results] == [
+        "f<|endoftext|>b<|im_end|>d<|im_end|>"
+    ] * 2
+
+
+CONTENT = st.text(st.sampled_from("ab \n<>é中🙂|"), max_size=6)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=5), st.booleans())
+def test_prefixes_and_marks_train_the_same_text(
+    turns: list[tuple[str, str]], rewriting: bool
+) -> None:
+    marked = CHATML
+    if rewriting:
+        marked = REWRITING.replace(
+            "{{- '<|im_start|>' + m.role + '\n' }}",
+            "{{- '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}{% generation %}"
+            "{%- if loop.last %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
+            "{{- m.content + '<|im_end|>\n' }}{% endgeneration %}{%- continue %}{%- endif %}",
+        )
+    plain = REWRITING if rewriting else without_marks(CHATML)
+    chat = [turn for ask, reply in turns for turn in (user(ask), answer(reply))]
+    by_marks, by_prefixes = encode(marked, *chat), encode(plain, *chat)
+    assert by_marks.tokens.tolist() == by_prefixes.tokens.tolist()
+    assert by_marks.assistant_mask.tolist() == by_prefixes.assistant_mask.tolist()
+    expected = [reply + "<|im_end|>\n" for _, reply in turns]
+    if rewriting:
+        expected[-1] = "<think>\n\n</think>\n\n" + expected[-1]
+    assert trained_text(by_prefixes) == "".join(expected)
+
+
+def test_the_shipped_template_trains_the_spans_of_every_golden_conversation() -> None:
+    template = ChatTemplate(read_template("qwen3"), {})
+    encoder = ChatEncoder(template, BACKEND)
+    for case in RENDERS:
+        row = Conversation(messages=case["messages"], tools=case["tools"])
+        text, spans = template.render_marked(row.messages, row.tools)
+        if spans:
+            expected = "".join(text[start:end] for start, end in spans)
+            assert trained_text(encoder.encode([row])[0]) == expected
+
+
+def test_a_template_that_rewrites_what_was_said_rejects_the_row() -> None:
+    forgetful = without_marks(CHATML).replace(
+        "message.content + '<|im_end|>\\n'",
+        "(message.content if loop.index > messages|length - 2 else '-') + '<|im_end|>\\n'",
+    )
+    assert forgetful != without_marks(CHATML)
+    result = encode(forgetful, user("a"), answer("b"), user("c"), answer("d"))
+    assert isinstance(result, Rejected)
+    assert result.reason == "prefix_rewritten"
+
+
+def test_two_assistant_turns_in_a_row_need_marks() -> None:
+    chat = [user("a"), answer("b"), answer("c")]
+    assert trained_text(encode(CHATML, *chat)) == "b<|im_end|>\nc<|im_end|>\n"
+    result = encode(without_marks(CHATML), *chat)
+    assert isinstance(result, Rejected)
+    assert result.reason == "consecutive_assistant_turns"
+
+
+def test_each_row_of_a_batch_keeps_its_place() -> None:
+    encoder = ChatEncoder(ChatTemplate(CHATML, {}), BACKEND)
+    good = Conversation(messages=[user("a"), answer("b")], tools=None)
+    empty = Conversation(messages=[user("a")], tools=None)
+    broken = Conversation(messages=[{"role": "user"}, answer("b")], tools=None)
+    surrogate = Conversation(messages=[user("\ud800"), answer("b")], tools=None)
+    results = encoder.encode([broken, good, empty, surrogate, good])
+    kinds = [r.reason if isinstance(r, Rejected) else "ok" for r in results]
+    assert kinds == ["template_error", "ok", "no_trained_token", "lone_surrogate", "ok"]
+    assert encoder.encode([]) == []
+
+
+# --- tokenizers that merge across the edge, normalize, or are not byte-level ---
+
+
+def merging_tokenizer() -> Tokenizer:
+    """A byte-level BPE with NFC, as Qwen's, that knows the token of two newlines."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["user\n\n\nhello there\n\n", "\n\nhello the assistant\n\n"] * 9, trainer
+    )
+    assert len(tokenizer.encode("\n\n", add_special_tokens=False).ids) == 1
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", [CHATML, without_marks(CHATML)], ids=["marks", "prefixes"])
+def test_a_token_across_the_edge_rejects_the_row(template: str) -> None:
+    backend = merging_tokenizer()
+    result = encode(template, user("q"), answer("\n\nhello"), backend=backend)
+    assert isinstance(result, Rejected)
+    assert result.reason == "edge_inside_token"
+    fine = encode(template, user("\nq"), answer("hello\n\nthere\n"), backend=backend)
+    assert trained_text(fine, backend) == "hello\n\nthere\n<|im_end|>\n"
+
+
+@pytest.mark.parametrize("template", [CHATML, without_marks(CHATML)], ids=["marks", "prefixes"])
+def test_text_that_the_tokenizer_normalizes_is_masked_by_offsets(template: str) -> None:
+    backend = merging_tokenizer()
+    decomposed = "e\u0301 there e\u0301"
+    result = encode(template, user(decomposed), answer(decomposed), backend=backend)
+    assert trained_text(result, backend) == "\u00e9 there \u00e9<|im_end|>\n"
+    composed = encode(
+        template, user("\u00e9 there \u00e9"), answer("\u00e9 there \u00e9"), backend=backend
+    )
+    assert np.array_equal(result.tokens, composed.tokens)
+    assert np.array_equal(result.assistant_mask, composed.assistant_mask)
+
+
+def test_an_accent_that_joins_the_header_rejects_the_row() -> None:
+    template = CHATML.replace("assistant\\n", "assistante")
+    result = encode(template, user("q"), answer("\u0301x"), backend=merging_tokenizer())
+    assert isinstance(result, Rejected)
+    assert result.reason in ("edge_inside_token", "decoded_tokens_differ")
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Metaspace and byte fallback, as Llama 2's and Gemma's tokenizers."""
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        *"abcdehlo",
+        "he",
+        "llo",
+    ]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("h", "e"), ("l", "l"), ("ll", "o")]
+    vocab["ll"] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(name, special=True, normalized=False)
+            for name in ("<|im_start|>", "<|im_end|>")
+        ]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", [CHATML, without_marks(CHATML)], ids=["marks", "prefixes"])
+def test_a_tokenizer_that_is_not_byte_level_is_masked_by_offsets(template: str) -> None:
+    backend = sentencepiece_like()
+    result = encode(
+        template, user("hello é"), answer("a hello 中 b"), user("c"), answer("d"), backend=backend
+    )
+    assert isinstance(result, Document), result
+    ids = result.tokens.tolist()
+    assert backend.token_to_id("llo") in ids
+    trained = [backend.id_to_token(i) for i, m in zip(ids, result.assistant_mask, strict=True) if m]
+    assert trained.count("<|im_end|>") == 2
+    assert trained[0] == "a"
+    assert "<0xE4>" in trained
+    assert "<|im_start|>" not in trained
+
+
+# --- templates that cannot tell what to train ---
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[0].content }}", "no generation prompt"),
+        (without_marks(CHATML).replace("<|im_end|>\\n", ""), "no stop token"),
+        (CHATML.replace("message.role == 'assistant'", "message.role == 'bot'"), "marks nothing"),
+        ("{{ raise_exception('no system') }}", "cannot render a user and an assistant turn"),
+    ],
+)
+def test_a_template_that_cannot_tell_what_to_train_is_refused(template: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ChatEncoder(ChatTemplate(template, {}, "x.jinja"), BACKEND)
+
+
+def test_whether_the_stop_is_trained_is_known() -> None:
+    outside = CHATML.replace(
+        "message.content + '<|im_end|>\\n' }}{% endgeneration %}",
+        "message.content }}{% endgeneration %}{{- '<|im_end|>\\n' }}",
+        1,
+    )
+    assert outside != CHATML
+    assert ChatEncoder(ChatTemplate(CHATML, {}), BACKEND).trains_stop
+    assert ChatEncoder(ChatTemplate(read_template("qwen3"), {}), BACKEND).trains_stop
+    assert ChatEncoder(ChatTemplate(REWRITING, {}), BACKEND).trains_stop
+    assert not ChatEncoder(ChatTemplate(outside, {}), BACKEND).trains_stop

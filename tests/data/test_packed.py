@@ -1,0 +1,165 @@
+"""The packed data set: written whole or not at all, opened only when it fits together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds_sft.data import packed
+from ds_sft.data.packed import PackedDataset, PackedWriter, check_hashes
+from ds_sft.errors import DataError
+
+
+def write_two_packs(out: Path, *, replace: bool = False) -> Path:
+    with PackedWriter(out, max_seq_len=6, replace=replace) as writer:
+        writer.add_pack(np.arange(1, 6), np.array([1, 0, 1, 1, 0]), [3, 2])
+        writer.add_pack(np.arange(7, 13), np.array([0, 0, 0, 0, 0, 1]), [6])
+        writer.commit({"packing": "test"})
+    return out
+
+
+def test_what_is_written_is_what_is_opened(tmp_path: Path) -> None:
+    data = PackedDataset.open(write_two_packs(tmp_path / "deep" / "data"))
+    assert data.num_packs == 2
+    assert data.tokens.tolist() == [[1, 2, 3, 4, 5, 0], [7, 8, 9, 10, 11, 12]]
+    assert data.assistant_mask.tolist() == [[1, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1]]
+    assert [data.doc_lengths(pack) for pack in range(2)] == [[3, 2], [6]]
+    assert data.pack_offsets.tolist() == [0, 2, 3]
+    assert data.tokenizer_dir is None
+    dtypes = {name: getattr(data, name).dtype for name in packed.ARRAY_DTYPES}
+    assert dtypes == packed.ARRAY_DTYPES
+
+
+def test_the_first_position_of_a_row_is_not_counted_as_a_target(tmp_path: Path) -> None:
+    data = PackedDataset.open(write_two_packs(tmp_path / "data"))
+    assert data.assistant_counts.tolist() == [2, 1]
+
+
+def test_the_manifest_names_version_length_and_the_hash_of_each_array(tmp_path: Path) -> None:
+    data = PackedDataset.open(write_two_packs(tmp_path / "data"))
+    assert data.manifest["format_version"] == 1
+    assert data.manifest["max_seq_len"] == 6
+    assert data.manifest["packing"] == "test"
+    raw = (tmp_path / "data" / "manifest.json").read_bytes()
+    assert data.manifest_sha256 == hashlib.sha256(raw).hexdigest()
+    assert sorted(check_hashes(data)) == sorted(f"{name}.npy" for name in packed.ARRAY_DTYPES)
+
+
+def test_a_changed_byte_is_found_by_its_hash(tmp_path: Path) -> None:
+    out = write_two_packs(tmp_path / "data")
+    raw = bytearray((out / "tokens.npy").read_bytes())
+    raw[-1] ^= 1
+    (out / "tokens.npy").write_bytes(raw)
+    with pytest.raises(DataError, match=r"tokens\.npy is not the file that prepare wrote"):
+        check_hashes(PackedDataset.open(out))
+
+
+def test_a_data_set_of_the_first_trainer_is_accepted(tmp_path: Path) -> None:
+    out = write_two_packs(tmp_path / "data")
+    (out / "manifest.json").write_text('{"max_seq_len": 6}')
+    data = PackedDataset.open(out)
+    assert data.num_packs == 2
+    assert check_hashes(data) == []
+
+
+def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    def write_until_the_disk_is_full() -> None:
+        with PackedWriter(tmp_path / "data", 6) as writer:
+            writer.add_pack(np.arange(3), np.ones(3), [3])
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="full"):
+        write_until_the_disk_is_full()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_remains_of_a_killed_writer_are_replaced(tmp_path: Path) -> None:
+    stale = tmp_path / "data.partial"
+    stale.mkdir()
+    (stale / "junk").write_text("half")
+    out = write_two_packs(tmp_path / "data")
+    assert not stale.exists()
+    assert not (out / "junk").exists()
+
+
+def test_an_existing_directory_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    out = tmp_path / "data"
+    out.mkdir()
+    (out / "mine").write_text("precious")
+    with pytest.raises(DataError, match="exists: choose another --out, or add --force"):
+        write_two_packs(out)
+    assert (out / "mine").exists()
+    write_two_packs(out, replace=True)
+    assert not (out / "mine").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+
+
+def _remove_manifest(out: Path) -> None:
+    (out / "manifest.json").unlink()
+
+
+def _cut_tokens(out: Path) -> None:
+    raw = (out / "tokens.npy").read_bytes()
+    (out / "tokens.npy").write_bytes(raw[:-8])
+
+
+def _other_length(out: Path) -> None:
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps({**manifest, "max_seq_len": 8}))
+
+
+def _newer_format(out: Path) -> None:
+    (out / "manifest.json").write_text('{"max_seq_len": 6, "format_version": 99}')
+
+
+def _float_tokens(out: Path) -> None:
+    np.save(out / "tokens.npy", np.zeros((2, 6)))
+
+
+def _too_many_tokens(out: Path) -> None:
+    np.save(out / "doc_lens.npy", np.array([3, 9, 6], np.int32))
+
+
+def _lost_documents(out: Path) -> None:
+    np.save(out / "doc_lens.npy", np.array([3, 2], np.int32))
+
+
+def _missing_array(out: Path) -> None:
+    (out / "assistant_mask.npy").unlink()
+
+
+def _bad_json(out: Path) -> None:
+    (out / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_remove_manifest, "has no manifest.json"),
+        (_cut_tokens, "tokens.npy cannot be read"),
+        (_other_length, "tokens.npy has shape"),
+        (_newer_format, "data format 99"),
+        (_float_tokens, "holds float64, not integers"),
+        (_too_many_tokens, "puts 12 tokens into a pack of 6"),
+        (_lost_documents, "does not run from 0 to the 2 documents"),
+        (_missing_array, "assistant_mask.npy is missing"),
+        (_bad_json, "manifest.json cannot be read"),
+    ],
+)
+def test_a_damaged_data_set_is_refused_in_one_line(tmp_path: Path, damage, message: str) -> None:
+    out = write_two_packs(tmp_path / "data")
+    damage(out)
+    with pytest.raises(DataError) as caught:
+        PackedDataset.open(out)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "prepare" in str(caught.value)
+
+
+def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not a directory: make it with"):
+        PackedDataset.open(tmp_path / "nowhere")

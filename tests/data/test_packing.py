@@ -1,0 +1,114 @@
+"""Packing equals Levanter's own packs, and never loses or repeats a document."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_sft.data.packing import NextFit, cut, pack_documents
+from ds_sft.errors import DataError
+
+CASES = json.loads((Path(__file__).parents[1] / "golden" / "packing.json").read_text())["cases"]
+DOCUMENTS = st.lists(st.integers(0, 40), max_size=80)
+
+
+def test_all_golden_cases_are_here() -> None:
+    assert len(CASES) == 15
+
+
+@pytest.mark.parametrize("overlong", ["left", "right", "raise"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_packs_are_levanters(case: dict, overlong: str) -> None:
+    def packs() -> list[list[int]]:
+        return list(
+            pack_documents(
+                case["doc_lengths"],
+                case["max_seq_len"],
+                max_docs=case["max_segments_per_example"],
+                overlong=overlong,
+            )
+        )
+
+    expected = case[overlong]
+    if "error" in expected:
+        number = int(expected["error"].split()[2])
+        length = case["doc_lengths"][number]
+        with pytest.raises(DataError, match=f"document {number} has {length} tokens, more than"):
+            packs()
+    else:
+        assert packs() == expected["packs"]
+
+
+@pytest.mark.parametrize("overlong", ["left", "right"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_the_tokens_kept_are_levanters(case: dict, overlong: str) -> None:
+    expected = case[overlong]
+    size = case["max_seq_len"]
+    used = [
+        [len(range(*cut(case["doc_lengths"][doc], size, overlong).indices(10**9))) for doc in pack]
+        for pack in expected["packs"]
+    ]
+    assert used == expected["used_lengths"]
+    for pack, example in zip(expected["packs"], expected.get("examples") or [], strict=False):
+        tokens: list[int] = []
+        for doc in pack:
+            tokens += case["doc_tokens"][doc][cut(case["doc_lengths"][doc], size, overlong)]
+        assert example["tokens"] == tokens + [0] * (size - len(tokens))
+
+
+@given(DOCUMENTS, st.integers(1, 30), st.integers(1, 6))
+def test_every_document_is_packed_once_in_order_and_fits(
+    lengths: list[int], size: int, max_docs: int
+) -> None:
+    packs = list(pack_documents(lengths, size, max_docs=max_docs))
+    assert [doc for pack in packs for doc in pack] == list(range(len(lengths)))
+    for pack in packs:
+        assert 1 <= len(pack) <= max_docs
+        if any(lengths[doc] > size for doc in pack):
+            assert len(pack) == 1
+        else:
+            assert sum(lengths[doc] for doc in pack) <= size
+
+
+@given(DOCUMENTS, st.integers(1, 30), st.integers(1, 6))
+def test_dropping_leaves_out_exactly_the_overlong_documents(
+    lengths: list[int], size: int, max_docs: int
+) -> None:
+    packs = list(pack_documents(lengths, size, max_docs=max_docs, overlong="drop"))
+    kept = [doc for pack in packs for doc in pack]
+    assert kept == [doc for doc, length in enumerate(lengths) if length <= size]
+    ends = [doc for doc, length in enumerate(lengths) if length > size]
+    for pack in packs:
+        assert not any(pack[0] < doc < pack[-1] for doc in ends), "a dropped one ends the pack"
+
+
+@given(DOCUMENTS, st.integers(1, 30), st.integers(1, 6))
+def test_a_pack_ends_only_when_the_next_document_cannot_join(
+    lengths: list[int], size: int, max_docs: int
+) -> None:
+    packs = list(pack_documents(lengths, size, max_docs=max_docs))
+    for pack, following in itertools.pairwise(packs):
+        joined = sum(lengths[doc] for doc in pack) + lengths[following[0]]
+        assert joined > size or len(pack) == max_docs
+
+
+@given(st.integers(0, 100), st.integers(1, 60))
+def test_left_keeps_the_first_and_right_the_last_tokens(length: int, size: int) -> None:
+    document = np.arange(length)
+    left, right = document[cut(length, size, "left")], document[cut(length, size, "right")]
+    assert left.tolist() == document[:size].tolist()
+    assert right.tolist() == document[max(0, length - size) :].tolist()
+    dropped = document[cut(length, size, "drop")]
+    assert len(dropped) == (0 if length > size else length)
+
+
+def test_the_65th_document_opens_a_pack_by_default() -> None:
+    fit = NextFit(max_seq_len=1000)
+    starts = [index for index in range(130) if fit.starts_new_pack(1)]
+    assert starts == [64, 128]

@@ -1,0 +1,186 @@
+"""`deepspeed --hostfile` for real: two hosts on one machine, pdsh, ssh, our trainer over them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import harness
+import pytest
+from sshd import FIRST, SECOND, SECOND_NAME, TwoHosts, can_isolate, launcher, two_hosts
+from test_launch_env import NASTY
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+WORKER_VARIABLES = {
+    "DS_ACCELERATOR": "cpu",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+STEPS = 3
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path / "hosts") as running:
+        yield running
+
+
+def bare_environment() -> dict[str, str]:
+    """This shell without what `.deepspeed_env` must bring, so that nothing gets there past it."""
+    ours = (*WORKER_VARIABLES, *NASTY, "DS_ENV_FILE")
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+def start(command: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a launcher in a process group of its own."""
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str]:
+    """Exit code and output of a launcher; one that does not end fails the test."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill_group(process)
+        output, _ = process.communicate()
+        pytest.fail(f"the launch did not end within {timeout} s; its output:\n{output[-6000:]}")
+    return process.returncode, output
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """End a launcher at once. Not by SIGTERM: a local DeepSpeed launcher leaves its ranks behind,
+    and a pdsh one runs `pkill -f` for every DeepSpeed job on its hosts."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def start_on_hosts(
+    hosts: TwoHosts, cwd: Path, arguments: list[str], **variables: str
+) -> subprocess.Popen[str]:
+    """`ds-sft env` in a shell with the variables that workers need, then `deepspeed --hostfile`."""
+    shell = {**bare_environment(), **WORKER_VARIABLES, **variables, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-m", "ds_sft", "env"], cwd=cwd, env=shell, check=True)
+    # PYTHONPATH is one of the few names that DeepSpeed sends by itself: the checkout is importable
+    # on the hosts whether or not the package is installed.
+    environment = {
+        **bare_environment(),
+        "PDSH_SSH_ARGS_APPEND": hosts.ssh_args,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+    where = ["--hostfile", str(hosts.hostfile), "--no_ssh_check", "--master_addr", FIRST]
+    command = [*launcher(), *where, "--master_port", str(harness.free_port()), *arguments]
+    return start(command, cwd, environment)
+
+
+def test_nasty_values_arrive_unchanged_in_a_remote_process(hosts: TwoHosts, tmp_path: Path) -> None:
+    """`ds-sft env` -> DeepSpeed's launcher -> pdsh -> ssh -> shell -> a rank's environment."""
+    script = tmp_path / "dump.py"
+    script.write_text(
+        "import json, os, pathlib, sys\n"
+        "rank, size = os.environ['RANK'], os.environ['WORLD_SIZE']\n"
+        "out = pathlib.Path(sys.argv[1]) / f'{rank}-of-{size}.json'\n"
+        "out.write_text(json.dumps(dict(os.environ)))\n"
+    )
+    arguments = ["--no_local_rank", str(script), str(tmp_path)]
+    status, output = finish(start_on_hosts(hosts, tmp_path, arguments, **NASTY))
+    assert status == 0, output[-4000:] + hosts.logs()
+    for rank in range(2):
+        arrived = json.loads((tmp_path / f"{rank}-of-2.json").read_text())
+        assert {name: arrived.get(name) for name in NASTY} == NASTY
+        assert {name: arrived.get(name) for name in WORKER_VARIABLES} == WORKER_VARIABLES
+    assert "SSH_CONNECTION" in arrived
+
+
+def test_both_hosts_take_part_in_a_collective(hosts: TwoHosts, tmp_path: Path) -> None:
+    """The fixture itself, without our trainer: when this is red, look at the machine first."""
+    script = tmp_path / "collective.py"
+    script.write_text(
+        "import os, socket, sys\n"
+        # ssh knows nothing of the virtual environment, where the ninja is that DeepSpeed builds by.
+        "os.environ['PATH'] = os.path.dirname(sys.executable) + ':' + os.environ['PATH']\n"
+        "import torch\n"
+        "import deepspeed\n"
+        "deepspeed.init_distributed('gloo')\n"
+        "total = torch.tensor([float(os.environ['RANK']) + 1])\n"
+        "torch.distributed.all_reduce(total)\n"
+        "address = os.environ['SSH_CONNECTION'].split()[2]\n"
+        "print('RESULT', address, socket.gethostname(), total.item(), flush=True)\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    status, output = finish(start_on_hosts(hosts, tmp_path, ["--no_local_rank", str(script)]))
+    assert status == 0, output[-4000:] + hosts.logs()
+    second_name = SECOND_NAME if can_isolate() else socket.gethostname()
+    assert f"RESULT {FIRST} {socket.gethostname()} 3.0" in output
+    assert f"RESULT {SECOND} {second_name} 3.0" in output
+
+
+def train_arguments(model: Path, data: Path, out: Path, **changes: object) -> list[str]:
+    """The golden recipe, in fp32, for a few steps, as words for the launcher."""
+    short: dict[str, object] = {"--num-train-steps": STEPS}
+    short |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    return ["--module", "ds_sft.train", *map(str, harness.flags(model, data, out, short))]
+
+
+def losses(out: Path) -> dict[int, float]:
+    """Loss by label, from metrics.jsonl."""
+    return {row["label"]: row["loss"] for row in harness.metrics(out)}
+
+
+def test_two_hosts_reach_the_losses_of_the_local_two_rank_run(
+    hosts: TwoHosts, tmp_path: Path, tiny_model: Path, tiny_data: Path
+) -> None:
+    local_out, remote_out = tmp_path / "local", tmp_path / "remote"
+    local = start(
+        [
+            *launcher(),
+            *("--num_gpus", "2", "--master_port", str(harness.free_port())),
+            *train_arguments(tiny_model, tiny_data, local_out),
+        ],
+        tmp_path,
+        {**bare_environment(), **WORKER_VARIABLES, "PYTHONPATH": str(ROOT)},
+    )
+    status, output = finish(local)
+    assert status == 0, output[-6000:]
+    remote = start_on_hosts(hosts, tmp_path, train_arguments(tiny_model, tiny_data, remote_out))
+    status, output = finish(remote)
+    assert status == 0, output[-6000:] + hosts.logs()
+
+    assert (remote_out / "finished").exists()
+    expected = losses(local_out)
+    assert len(expected) == STEPS
+    assert losses(remote_out) == expected
+
+
+def test_a_host_with_another_disk_under_out_is_refused_by_name(
+    tmp_path: Path, tiny_model: Path, tiny_data: Path
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    with two_hosts(tmp_path / "hosts", private_on_second=out) as hosts:
+        arguments = train_arguments(tiny_model, tiny_data, out)
+        status, output = finish(start_on_hosts(hosts, tmp_path, arguments))
+    assert status == 2, output[-6000:] + hosts.logs()
+    errors = [line for line in output.splitlines() if "error: " in line]
+    assert len(errors) == 1, output[-6000:]
+    assert SECOND_NAME in errors[0]
+    assert str(out) in errors[0]
+    assert not (out / "metrics.jsonl").exists()
