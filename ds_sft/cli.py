@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import importlib
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -120,12 +119,6 @@ def report(error: DsSftError) -> NoReturn:
 
 
 def say(line: str) -> None:
-    """One line on stderr, from rank 0 only: eight ranks with the same wrong flag say it once.
-
-    Before the ranks have met, what is wrong may be wrong on this host alone (data that is missing
-    here), so the first rank of every other host speaks too and names the host.
-    """
+    """One line on stderr, from rank 0 only: eight ranks with the same wrong flag say it once."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)
-    elif os.environ.get("LOCAL_RANK") == "0" and "torch" not in sys.modules:
-        print(f"{line} [host {socket.gethostname()}]", file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@
     ├── ConfigError        a flag, a recipe or a DeepSpeed JSON is wrong
     ├── DataError          the chats or the packed data set are wrong
     ├── CheckpointError    a checkpoint or an export cannot be used, or cannot be written
-    ├── PreflightError     a start-up proof failed: the machine or a library does not do what we rely on
+    ├── PreflightError     a start-up proof failed: machine or library do not do what we rely on
     └── TrainingDiverged   the loss or the gradient is not finite
 
 `exit_code` is what the process ends with. 2 means that the person has to change something before
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 class DsSftError(Exception):
-    """Base of every error raised on purpose; its message is one line: what, with values, what to do."""
+    """Base of every error raised on purpose; the message is one line: what is wrong, what to do."""
 
     exit_code = 2
 

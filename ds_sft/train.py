@@ -7,16 +7,22 @@ before the cheap checks have passed. The parts are in their rooms: `plan` checks
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ds_sft.cli import reporting
-from ds_sft.errors import CheckpointError
+from ds_sft.data.model_files import ModelFiles
+from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.flags import parse_train
 from ds_sft.plan import Plan, check, show
 from ds_sft.run.layout import RunDir, labels_in, step_dir
+
+RANK_ZERO_SECONDS = 3.0  # the launcher looks at its ranks once a second
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,15 +30,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Started through ssh, a rank has the login shell's PATH: DeepSpeed would not find ninja.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with reporting():
-        run, recipe = parse_train(sys.argv[1:] if argv is None else argv)
-        if not run.dry_run:
-            _ = run.run_dir  # a missing --out is refused before anything heavy
-        plan = check(run, recipe, int(os.environ.get("WORLD_SIZE", "1")))
-        if run.dry_run:
-            return show(plan) if os.environ.get("RANK", "0") == "0" else None
-        if already_finished(plan):
-            return None
+        with rank_zero_first():
+            run, recipe = parse_train(sys.argv[1:] if argv is None else argv)
+            if not run.dry_run:
+                _ = run.run_dir  # a missing --out is refused before anything heavy
+            plan = check(run, recipe, int(os.environ.get("WORLD_SIZE", "1")))
+            if run.dry_run:
+                return show(plan) if is_rank_zero() else None
+            if already_finished(plan):
+                return None
         train(plan)
+
+
+def is_rank_zero() -> bool:
+    """Whether the launcher made this process rank 0; known before there is a process group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def rank_zero_first() -> Iterator[None]:
+    """Let rank 0 say what is wrong, and say it in its place if it is wrong only here.
+
+    The launcher ends a host's ranks once one has exited: without the pause it could end rank 0
+    before its line. A rank that lives on has a problem that rank 0's host does not have, such as
+    missing data. The ranks of a host wait one after the other, so that one of them speaks.
+    """
+    try:
+        yield
+    except DsSftError as error:
+        if not is_rank_zero():
+            time.sleep(RANK_ZERO_SECONDS * (1 + int(os.environ.get("LOCAL_RANK", "0"))))
+            where = f"rank {os.environ['RANK']} on host {socket.gethostname()}"
+            print(f"error: {where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        raise
 
 
 def train(plan: Plan) -> None:
@@ -46,16 +76,17 @@ def train(plan: Plan) -> None:
 
     run, recipe, schedule, batches = plan.run, plan.recipe, plan.schedule, plan.batches
     with build.distributed(run.collective_timeout_minutes):
-        proofs.prove_same_files(run.run_dir, plan.data.manifest_sha256)
-        plan = with_model(plan)
-        engine = build.build_engine(run, recipe, plan.ds_config, plan.model)
-        saver = Saver(
-            engine, run, recipe, plan.ds_config, plan.data, plan.model, plan.tokenizer_dir
-        )
+        start = str(plan.resume_from.path) if plan.resume_from else "step 0"
+        proofs.prove_same_files(run.run_dir, plan.data.manifest_sha256, start)
+        plan, model, tokenizer_dir = with_model(plan)
+        engine = build.build_engine(run, recipe, plan.ds_config, model)
+        saver = Saver(engine, run, recipe, plan.ds_config, plan.data, model, tokenizer_dir)
+        for note in plan.notes:
+            build.say(f"[init] note: {note}")
         first = saver.resume(plan.resume_from)
         if not run.skip_checks:
             proofs.prove(engine, plan.data, batches, min(first, schedule.num_steps - 1))
-        mfu = mfu_factor(plan.model, plan.data.doc_lens)
+        mfu = mfu_factor(model, plan.data.doc_lens)
         log = RunLog(run, schedule.num_steps, first, engine.monitor, mfu)
 
         last = min(schedule.num_steps, run.stop_after or schedule.num_steps)
@@ -80,34 +111,56 @@ def train(plan: Plan) -> None:
 
 
 def already_finished(plan: Plan) -> bool:
-    """Whether the run has nothing left to do; makes a missing final export, on rank 0."""
-    run, point, steps = plan.run, plan.resume_from, plan.schedule.num_steps
-    if point is None or point.completed < steps or not RunDir(run.run_dir).finished.is_file():
-        return False
-    if os.environ.get("RANK", "0") == "0":
-        print(f"[done] {run.out} already has its {steps} steps", flush=True)
-        exports = RunDir(run.run_dir).exports
-        if steps - 1 not in labels_in(exports):
-            from ds_sft.run.export import export_offline
+    """Whether the run has nothing left to do; makes a missing final export, on rank 0.
 
-            export_offline(
-                point.path, step_dir(exports, steps - 1), dtype=run.hf_export_dtype,
-                keep_generation_config=run.keep_generation_config,
-            )  # fmt: skip
+    Raises ConfigError for a finished run without the checkpoint that a longer one would need.
+    """
+    from ds_sft.run.manifest import read_finished
+
+    run, steps = plan.run, plan.schedule.num_steps
+    completed = read_finished(RunDir(run.run_dir))
+    if completed is None or run.resume == "none":
+        return False
+    if completed < steps:
+        if plan.resume_from is None:
+            raise ConfigError(
+                f"{run.out} finished {completed} steps and has no checkpoint left to go on from: "
+                "use another --out"
+            )
+        return False
+    if is_rank_zero():
+        print(f"[done] {run.out} already has its {completed} steps", flush=True)
+        export_if_missing(plan, completed)
     return True
 
 
-def with_model(plan: Plan) -> Plan:
-    """The plan with its model's files; fetches a Hub model once per host. Raises ConfigError."""
-    if plan.model is not None:
-        return plan
-    from ds_sft.engine.build import fetch_model
+def export_if_missing(plan: Plan, completed: int) -> None:
+    """Make the last export of a finished run from its last checkpoint, where there is one."""
+    run, point = plan.run, plan.resume_from
+    out = step_dir(RunDir(run.run_dir).exports, completed - 1)
+    if completed - 1 in labels_in(out.parent):
+        return
+    if point is None or point.completed != completed:
+        print(f"[done] {out} is missing, and so is the checkpoint to make it from", flush=True)
+        return
+    from ds_sft.run.export import export_offline
 
-    fetch_model(plan.recipe.model_id)
-    plan = check(plan.run, plan.recipe, plan.batches.world_size)
+    export_offline(
+        point.path, out, dtype=run.hf_export_dtype,
+        keep_generation_config=run.keep_generation_config,
+    )  # fmt: skip
+
+
+def with_model(plan: Plan) -> tuple[Plan, ModelFiles, Path]:
+    """The plan, its model and tokenizer; fetches a Hub model once per host. Raises ConfigError."""
     if plan.model is None:
-        raise CheckpointError(f"{plan.recipe.model_id} is still not in the Hub's cache")
-    return plan
+        from ds_sft.engine.build import fetch_model
+
+        fetch_model(plan.recipe.model_id)
+        plan = check(plan.run, plan.recipe, plan.batches.world_size)
+    if plan.model is None or plan.tokenizer_dir is None:
+        raise ConfigError(f"{plan.recipe.model_id} is still not in the Hub's cache of this host")
+    return plan, plan.model, plan.tokenizer_dir
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ else
       die "SmolLM2 could not be saved: run scripts/save_smollm2.py to see why"
   fi
   prepare_args=(--max-seq-len 512)
-  steps=16 batch=4 lr=1e-4 every=8 log_every=1
+  steps=12 batch=4 lr=1e-4 every=6 log_every=1
   prompt="What is the capital of Peru?"
 fi
 # Whole microbatches for every rank in both loss groups, so that no slot idles.
@@ -146,5 +146,5 @@ echo "data      $data, from $chats"
 if [ $kind = tiny ]; then
   echo "next      ./scripts/quickstart.sh --real"
 else
-  echo "next      $VENV/bin/ds-sft prepare --input YOUR_CHATS.jsonl --tokenizer $model --max-seq-len 1024 --out data"
+  echo "next      ${VENV#"$PWD/"}/bin/ds-sft prepare --input YOUR_CHATS.jsonl --tokenizer $model --max-seq-len 1024 --out data"
 fi

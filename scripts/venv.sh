@@ -62,7 +62,7 @@ make_venv() {
   local name=$1 requirement=$2 python torch clear
   if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python) || die "no Python 3.11 or newer found: set PYTHON=/path/to/python3"
-    echo "[install] $VENV with $("$python" --version)"
+    echo "[install] ${VENV#"$PWD/"} with $("$python" --version)"
     clear=()
     [ ! -f "$VENV/pyvenv.cfg" ] || clear=(--clear) # an environment that broke
     "$python" -m venv ${clear[@]+"${clear[@]}"} "$VENV" >/dev/null 2>&1 ||
@@ -72,7 +72,7 @@ make_venv() {
   unset PYTHONHOME
   need_compiler
   if installed "$name"; then
-    echo "[install] $VENV is up to date: reused"
+    echo "[install] ${VENV#"$PWD/"} is up to date: reused"
     return 0
   fi
   # torch alone and pinned first: whatever resolves it later then finds it there, and cannot

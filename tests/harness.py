@@ -49,6 +49,11 @@ def launch_command(world_size: int, module: str = "ds_sft.train") -> list[str]:
     ]  # fmt: skip
 
 
+def script_command(world_size: int, script: Path) -> list[str]:
+    """`deepspeed` on this host with `world_size` ranks of a file."""
+    return [*launch_command(world_size)[:-2], str(script)]
+
+
 def launch(
     world_size: int, *args: object, timeout: float = 300, module: str = "ds_sft.train", **env: str
 ) -> subprocess.CompletedProcess[str]:
@@ -77,8 +82,8 @@ def write_golden_data(to: Path) -> Path:
         for i in range(len(golden["tokens"])):
             lengths = golden["doc_lens"][offsets[i] : offsets[i + 1]].tolist()
             used = sum(lengths)
-            writer.add_pack(golden["tokens"][i, :used],
-                            golden["assistant_mask"][i, :used].astype(np.uint8), lengths)  # fmt: skip
+            mask = golden["assistant_mask"][i, :used].astype(np.uint8)
+            writer.add_pack(golden["tokens"][i, :used], mask, lengths)
         shutil.copytree(GOLDEN / "tiny_tokenizer", writer.tokenizer_dir)
         writer.commit({"packing": "next-fit"})
     return to
@@ -131,10 +136,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Training:
-    """One training for `launch_many`: its flags, and its own environment."""
+    """One training for `launch_many`."""
 
     args: list[object]
+    """Its flags; @RANK@ in one of them becomes the rank."""
     env: dict[str, str] = field(default_factory=dict)
+    """Its own environment."""
+    module: str = "ds_sft.train"
+    """Whose `main` it is; a file beside many_runs.py may stand in."""
 
 
 def launch_many(world_size: int, runs: list[Training], work: Path, **env: str) -> list[Result]:
@@ -143,11 +152,11 @@ def launch_many(world_size: int, runs: list[Training], work: Path, **env: str) -
     spec_file = work / f"runs-{free_port()}.json"
     args = [[str(word) for word in run.args] for run in runs]
     spec = [
-        {"args": words, "env": run.env, "port": str(free_port())}
+        {"args": words, "env": run.env, "module": run.module, "port": str(free_port())}
         for words, run in zip(args, runs, strict=True)
     ]
     spec_file.write_text(json.dumps(spec))
-    command = launch_command(world_size)[:-2] + [str(ROOT / "tests/train/many_runs.py")]
+    command = script_command(world_size, ROOT / "tests/train/many_runs.py")
     environment = cpu_env(**{"PYTHONPATH": str(ROOT), **env})
     done = subprocess.run(
         [*command, str(spec_file)], env=environment, cwd=ROOT, text=True, timeout=600, check=False,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import re
 import shutil
 import subprocess
@@ -334,10 +335,15 @@ def test_a_real_process_refuses_without_traceback_and_before_torch(name: str, pl
     assert done.stderr.count("\n") == 1
 
 
-def test_only_rank_0_speaks(place: Place) -> None:
+def test_a_rank_that_is_not_ended_with_rank_0_says_what_is_wrong_on_its_host(place: Place) -> None:
+    """The launcher ends a host's ranks within a second of rank 0's line; one that lives is alone."""
     words, world = spoil(place, "no such model")
+    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "ds_sft.train", *words], cwd=harness.ROOT, capture_output=True,
         env={**os.environ, "WORLD_SIZE": str(world), "RANK": "1"}, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: rank 1 on host {socket.gethostname()}: --model-id")
+    assert done.stderr.count("\n") == 1
+    assert time.monotonic() - started > 3

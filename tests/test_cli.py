@@ -1,6 +1,5 @@
 import importlib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -107,17 +106,6 @@ def test_other_ranks_end_with_the_same_code_in_silence(
         raise ConfigError("a")
     assert ended.value.code == 2
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_first_rank_of_another_host_names_the_host(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "8")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    with pytest.raises(SystemExit), cli.reporting():
-        raise ConfigError("a")
-    assert capsys.readouterr().err == f"error: a [host {socket.gethostname()}]\n"
 
 
 def test_a_lost_console_is_no_success_in_training() -> None:

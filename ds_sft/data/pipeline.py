@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,7 +107,7 @@ def encode_files(
         for chunk in _chunks(readers):
             yield _encode(chunk, job, encoder)
         return
-    yield from _encode_in_parallel(readers, job, num_workers)
+    yield from _encode_in_parallel(readers, job, encoder, num_workers)
 
 
 def _size(path: Path) -> int:
@@ -184,6 +185,15 @@ def _cut(document: Document, job: Job) -> Document | Rejected:
 _worker: tuple[Job, ChatEncoder] | None = None
 
 
+def start_method() -> str:
+    """`fork` where it is safe, since a forked worker has the tokenizer at once; else `spawn`.
+
+    A fork copies locks but no threads: torch and any Python thread forbid it.
+    """
+    alone = threading.active_count() == 1 and "torch" not in sys.modules
+    return "fork" if alone and sys.platform == "linux" else "spawn"
+
+
 def _start_worker(job: Job) -> None:
     """Runs once in each worker; Ctrl-C is the parent's to handle."""
     global _worker
@@ -191,7 +201,8 @@ def _start_worker(job: Job) -> None:
     # One process per core: threads inside would only get into each other's way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = (job, build_encoder(job))
+    # A forked worker has the parent's.
+    _worker = _worker or (job, build_encoder(job))
 
 
 def _end_with_parent() -> None:
@@ -207,12 +218,12 @@ def _encode_in_worker(chunk: Chunk) -> Encoded:
 
 
 def _encode_in_parallel(
-    readers: Sequence[LineReader], job: Job, num_workers: int
+    readers: Sequence[LineReader], job: Job, encoder: ChatEncoder, num_workers: int
 ) -> Iterator[Encoded]:
-    # Spawned, not forked: the caller may hold threads (a progress bar, a test runner's torch).
-    pool = ProcessPoolExecutor(
-        num_workers, get_context("spawn"), initializer=_start_worker, initargs=(job,)
-    )
+    global _worker
+    _worker = (job, encoder)
+    context = get_context(start_method())
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(job,))
     pending: deque[Future[Any]] = deque()
     try:
         for chunk in _chunks(readers):
@@ -228,3 +239,4 @@ def _encode_in_parallel(
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        _worker = None

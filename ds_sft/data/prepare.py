@@ -206,6 +206,8 @@ def _progress(console: Console, readers: list[LineReader]) -> Iterator[Callable[
     from rich.progress import Progress
 
     total = sum(reader.path.stat().st_size for reader in readers)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    # Drawn as chunks come in: the bar's own thread would forbid forking workers.
+    shown = console.is_terminal
+    with Progress(console=console, auto_refresh=False, transient=True, disable=not shown) as bar:
         task = bar.add_task("prepare", total=total)
-        yield lambda done: bar.update(task, advance=done)
+        yield lambda done: bar.update(task, advance=done, refresh=shown)

@@ -2,8 +2,8 @@
 
 Renders as transformers' `apply_chat_template` does (the same environment, variables and special
 tokens), without its cost per row: the text is compiled once. `{% generation %}` blocks become spans
-of characters, found by markers that the block puts round its own output, so that they are right
-inside macros and captured blocks too.
+of characters, found by markers that are put round a block's output, so that they are right inside
+macros and captured blocks too.
 
 Left to others: which text is trained when a template has no marks, and tokens (`chat`).
 """
@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
@@ -27,9 +28,17 @@ if TYPE_CHECKING:
 
 SHIPPED = {"qwen3": "qwen3.jinja"}
 
-# Unicode sets these code points aside for use inside a program; no text contains them legally.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_MARKER = re.compile(f"[{_OPEN}{_CLOSE}]")
+# Unicode sets these code points aside for use inside a program; the random part keeps a text that
+# holds them all the same from being taken for ours.
+_NONCE = secrets.token_hex(8)
+_OPEN, _CLOSE = f"\ufdd0{_NONCE}\ufdd0", f"\ufdd1{_NONCE}\ufdd1"
+_MARKER = re.compile(f"({_OPEN}|{_CLOSE})")
+
+_DICT_METHODS = frozenset(dir(dict))
+# The sandbox watches the format methods: they read attributes of their own accord.
+_HARMLESS_STR_METHODS = frozenset(
+    name for name in dir(str) if not name.startswith("_") and "format" not in name
+)
 
 Span = tuple[int, int]
 Tools = list[dict[str, Any]] | None
@@ -57,7 +66,6 @@ class ChatTemplate:
         self.text = text
         self.name = name
         self._special_tokens = dict(special_tokens)
-        self._blocks = 0
         self._template, self.has_marks = self._compile()
 
     @property
@@ -76,14 +84,12 @@ class ChatTemplate:
 
         Spans are in order, not empty, and do not overlap; a block inside a block adds nothing.
         """
-        self._blocks = 0
         marked = self._render(messages, tools, False)
         pieces: list[str] = []
         spans: list[Span] = []
-        depth = start = length = opened = 0
-        for piece in re.split(f"([{_OPEN}{_CLOSE}])", marked):
+        depth = start = length = 0
+        for piece in _MARKER.split(marked):
             if piece == _OPEN:
-                opened += 1
                 start = length if depth == 0 else start
                 depth += 1
             elif piece == _CLOSE:
@@ -93,8 +99,6 @@ class ChatTemplate:
             else:
                 pieces.append(piece)
                 length += len(piece)
-        if opened != self._blocks or depth != 0:
-            raise Unrenderable("reserved_character", "the text contains U+FDD0 or U+FDD1")
         return "".join(pieces), spans
 
     def _render(self, messages: Sequence[Message], tools: Tools, prompt: bool) -> str:
@@ -110,17 +114,12 @@ class ChatTemplate:
         except Exception as error:
             raise Unrenderable("template_error", f"{type(error).__name__}: {error}") from None
 
-    def _mark(self, caller: Callable[[], str]) -> str:
-        self._blocks += 1
-        return f"{_OPEN}{caller()}{_CLOSE}"
-
     def _compile(self) -> tuple[jinja2.Template, bool]:
         import jinja2
         from jinja2.ext import Extension, loopcontrols
         from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        mark = self._mark
         marks_seen: list[int] = []
 
         class Generation(Extension):
@@ -130,13 +129,26 @@ class ChatTemplate:
                 line = next(parser.stream).lineno
                 marks_seen.append(line)
                 body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                call = self.call_method("mark")
-                return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+                start, end = (
+                    jinja2.nodes.Output([jinja2.nodes.TemplateData(marker)])
+                    for marker in (_OPEN, _CLOSE)
+                )
+                # What the block sets ends with it, as in transformers.
+                return jinja2.nodes.Scope([start, *body, end]).set_lineno(line)
 
-            def mark(self, caller: Callable[[], str]) -> str:
-                return mark(caller)
+        class Environment(ImmutableSandboxedEnvironment):
+            def getattr(self, obj: Any, attribute: str) -> Any:
+                # `turn.role` and `turn.content.strip`: the sandbox gives the same after a dozen
+                # checks, which are a third of all rendering.
+                if type(obj) is dict and attribute not in _DICT_METHODS:
+                    if attribute in obj:
+                        return obj[attribute]
+                    return self.undefined(obj=obj, name=attribute)
+                if type(obj) is str and attribute in _HARMLESS_STR_METHODS:
+                    return getattr(obj, attribute)
+                return super().getattr(obj, attribute)
 
-        environment = ImmutableSandboxedEnvironment(
+        environment = Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
         environment.filters["tojson"] = _tojson

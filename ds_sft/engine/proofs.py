@@ -28,22 +28,26 @@ from ds_sft.recipe.batching import BatchPlan
 NONCE_WAIT_SECONDS = 10.0  # network file systems show a new file late
 
 
-def prove_same_files(out: Path, manifest_sha256: str) -> None:
-    """Every rank reads a nonce that rank 0 wrote into `out`, and has the same data manifest."""
+def prove_same_files(out: Path, manifest_sha256: str, starts_from: str) -> None:
+    """Every rank reads a nonce that rank 0 wrote into `out`, and has the same data manifest.
+
+    `starts_from` names the checkpoint that this rank would load; it has to be everybody's.
+    """
     box: list[Any] = [None]
     nonce_file = out / ".nonce"
     if dist.get_rank() == 0:
-        box = [(uuid.uuid4().hex, manifest_sha256)]
+        box = [(uuid.uuid4().hex, manifest_sha256, starts_from)]
         out.mkdir(parents=True, exist_ok=True)
         nonce_file.write_text(box[0][0])
     dist.broadcast_object_list(box, src=0)
-    nonce, expected_data = box[0]
-    report = (socket.gethostname(), _reads(nonce_file, nonce), manifest_sha256 == expected_data)
+    nonce, expected_data, expected_start = box[0]
+    same_data = manifest_sha256 == expected_data
+    report = (socket.gethostname(), _reads(nonce_file, nonce), same_data, starts_from)
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, report)
     if dist.get_rank() == 0:
         nonce_file.unlink(missing_ok=True)
-    for rank, (host, same_out, same_data) in enumerate(reports):
+    for rank, (host, same_out, same_data, start) in enumerate(reports):
         if not same_out:
             raise PreflightError(
                 f"rank {rank} on host {host} does not see what rank 0 wrote into --out {out}: "
@@ -53,6 +57,11 @@ def prove_same_files(out: Path, manifest_sha256: str) -> None:
             raise PreflightError(
                 f"rank {rank} on host {host} has another data set at --data than rank 0: "
                 "copy the same one to every host"
+            )
+        if start != expected_start:
+            raise PreflightError(
+                f"rank {rank} on host {host} would start from {start}, rank 0 from "
+                f"{expected_start}: --out is shared, but its listing is not up to date: start again"
             )
     say(f"[init] {len(reports)} ranks see the same --out and the same data")
 

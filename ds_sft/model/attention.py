@@ -120,7 +120,7 @@ def _torch_varlen(
         q, k, v, cu_seq_lens, cu_seq_lens, max_length, max_length,
         scale=scaling, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
-    return out[None]  # type: ignore[index]
+    return out[None]  # type: ignore[call-overload,no-any-return]
 
 
 def _flash(

@@ -36,7 +36,9 @@ def build_partitioned(
     """
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     config.use_cache = False
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]  # imported before zero.Init:
+    model_class: Any = AutoModelForCausalLM._model_mapping[
+        type(config)
+    ]  # imported before zero.Init:
     # an import inside that context runs under patched tensor constructors and fails.
     # zero.Init takes its dtype from the config; its own dtype argument turns into bf16 on a CPU.
     with deepspeed.zero.Init(config_dict_or_path=ds_config), no_init_weights():
@@ -52,7 +54,7 @@ def build_partitioned(
     with WeightFiles(directory) as files:
         files.check_names(model)
         for name, parameter in model.named_parameters():
-            part = parameter.ds_tensor
+            part = parameter.ds_tensor  # type: ignore[attr-defined]
             part.data.copy_(files.local_slice(name, parameter).to(part.dtype))
     return model
 

@@ -17,7 +17,14 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_sft.errors import CheckpointError
-from ds_sft.run.atomic import discard, fsync_path, partial_path, publish
+from ds_sft.run.atomic import (
+    PARTIAL_SUFFIX,
+    REPLACED_SUFFIX,
+    discard,
+    fsync_path,
+    partial_path,
+    publish,
+)
 from ds_sft.run.layout import labels_in, step_dir
 from ds_sft.run.resume import FORMAT, META_NAME, ResumePoint
 
@@ -62,6 +69,18 @@ def load(engine: Any, point: ResumePoint) -> None:
     path, _ = engine.load_checkpoint(str(point.path.parent), tag=point.path.name)
     if path is None:
         raise CheckpointError(f"{point.path} could not be loaded: run ds-sft verify {point.path}")
+
+
+def discard_leftovers(parent: Path) -> None:
+    """Delete what a killed run was writing; rank 0 calls it once the run goes on.
+
+    Its label may never come again, and an 8B model's checkpoint is 100 GB.
+    """
+    for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX):
+        for path in parent.glob(f"step-*{suffix}"):
+            # `publish` may have been killed between its two renames: the old one is the only one.
+            if suffix == PARTIAL_SUFFIX or path.with_name(path.name.removesuffix(suffix)).exists():
+                discard(path)
 
 
 def prune(parent: Path, keep: int, needed: Callable[[int], bool]) -> None:

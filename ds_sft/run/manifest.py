@@ -56,6 +56,14 @@ def write_finished(run_dir: RunDir, completed: int, seconds: float, loss: float 
     write_file(run_dir.finished, json.dumps(record) + "\n")
 
 
+def read_finished(run_dir: RunDir) -> int | None:
+    """Completed steps of a finished run, None while the marker is not there (or says nothing)."""
+    try:
+        return int(json.loads(run_dir.finished.read_text(encoding="utf-8"))["completed"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:

@@ -7,10 +7,12 @@ to `engine.step`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import resource
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,7 @@ class RunLog:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         completed, total = result.step + 1, self.num_steps
-        if completed % self.run.log_every == 0 or completed == total:
+        if completed % self.run.log_every == 0 or completed in (total, self.run.stop_after):
             self._line(completed, f"loss={result.loss:.3f}")
         self._wandb_row(row)
         if self.monitor.enabled:
@@ -141,17 +143,17 @@ class RunLog:
 
 def start_wandb(run: RunConfig, run_dir: RunDir) -> Any:
     """One W&B run per run directory: its id is kept there, so a restart goes on in the same one."""
-    try:
-        import wandb
-    except ImportError:
+    if importlib.util.find_spec("wandb") is None:
         print("[wandb] not installed (pip install ds-sft[wandb]): training without it", flush=True)
         return None
     id_file = run_dir.root / "wandb_id"
     run_id = run.wandb_id or (id_file.read_text().strip() if id_file.is_file() else "")
-    run_id = run_id or wandb.util.generate_id()
+    run_id = run_id or uuid.uuid4().hex[:12]
     write_file(id_file, run_id + "\n")
 
     def start() -> Any:
+        import wandb
+
         started = wandb.init(
             project=run.wandb_project,
             name=run.wandb_name or run_dir.root.resolve().name,

@@ -21,9 +21,8 @@ import torch
 
 from ds_sft.errors import CheckpointError
 from ds_sft.run.hf_format import ExportSource, read_json_object
+from ds_sft.run.resume import FORMAT, META_NAME
 
-META_NAME = "meta.json"
-FORMAT = 1
 _RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from ds_sft.errors import CheckpointError, ConfigError
 from ds_sft.flags import RunConfig
 from ds_sft.recipe.recipe import Recipe
+from ds_sft.recipe.schedule import Schedule
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 
 META_NAME = "meta.json"
@@ -44,24 +45,37 @@ def find(run: RunConfig) -> ResumePoint | None:
     """The checkpoint that `--resume` means; None for a fresh start.
 
     Raises CheckpointError for a path without a whole checkpoint, ConfigError for `none` on a
-    directory that holds a run.
+    directory that holds a run, and for a path when that directory holds something newer.
     """
+    points = _whole_points(run.out)
+    newest = max(points, key=lambda point: point.completed, default=None)
     if run.resume not in ("auto", "none"):
-        return read_point(Path(run.resume))
-    if run.out is None:
-        return None
-    points = [
-        read_point(step_dir(parent, label))
-        for parent in (RunDir(run.out).checkpoints, RunDir(run.out).temporary)
-        for label in labels_in(parent)
-        if (step_dir(parent, label) / META_NAME).is_file()
-    ]
+        point = read_point(Path(run.resume))
+        if newest is not None and newest.completed > point.completed:
+            # They would win at the next start, and push what this run saves out of the directory.
+            raise ConfigError(
+                f"--resume {run.resume} goes back to {point.completed} steps, but {newest.path} "
+                "is newer: use --resume auto to go on from that one, or another --out to branch off"
+            )
+        return point
     if points and run.resume == "none":
         raise ConfigError(
             f"--resume none, but {run.out} holds a run with {len(points)} checkpoints: "
             "use another --out, or --resume auto to go on"
         )
-    return max(points, key=lambda point: point.completed, default=None)
+    return newest
+
+
+def _whole_points(out: Path | None) -> list[ResumePoint]:
+    """Every whole checkpoint of a run directory, permanent ones first."""
+    if out is None:
+        return []
+    return [
+        read_point(step_dir(parent, label))
+        for parent in (RunDir(out).checkpoints, RunDir(out).temporary)
+        for label in labels_in(parent)
+        if (step_dir(parent, label) / META_NAME).is_file()
+    ]
 
 
 def read_point(path: Path) -> ResumePoint:
@@ -119,7 +133,20 @@ def check(
                 f"{name} was {old[name]} in {where} and is {new[name]} now: use the old value, "
                 f"or --allow-change {name}"
             )
-    return [f"{name} changes from {old[name]} to {new[name]}" for name in changed]
+    lines = [f"{name} changes from {old[name]} to {new[name]}" for name in changed]
+    if changed:
+        before = recipe.replace(**{name: old[name] for name in changed if name != "data"})
+        step = point.completed
+        lines.append(
+            f"learning rate of step {step}: {_lr(before, step):.6g} before the change, "
+            f"{_lr(recipe, step):.6g} now"
+        )
+    return lines
+
+
+def _lr(recipe: Recipe, step: int) -> float:
+    """Learning rate that a recipe with its number of steps gives `step`."""
+    return recipe.learning_rate * Schedule.from_recipe(recipe, 0).lr_multiplier(step)
 
 
 def _check_architecture(where: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

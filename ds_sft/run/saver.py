@@ -76,6 +76,8 @@ class Saver:
         if self.is_main:
             for parent in (self.dir.checkpoints, self.dir.exports):
                 parent.mkdir(parents=True, exist_ok=True)
+            for parent in (self.dir.checkpoints, self.dir.temporary, self.dir.exports):
+                checkpoint.discard_leftovers(parent)
             self.dir.finished.unlink(missing_ok=True)
             manifest.write_run_json(
                 self.dir, self.run, self.recipe, self.ds_config, self.data,

@@ -262,10 +262,11 @@ def many(number: int) -> list[Any]:
     return rows
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("workers", "start"), [(2, "fork"), (2, "spawn"), (3, "spawn")])
 def test_any_number_of_workers_writes_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, start: str
 ) -> None:
+    monkeypatch.setattr(pipeline, "start_method", lambda: start)
     monkeypatch.setattr(pipeline, "CHUNK_ROWS", 16)
     rows = many(700)
     alone = run(tmp_path, rows, max_rejected=0.1, max_seq_len=256)

@@ -95,10 +95,18 @@ def test_marks_in_a_comment_are_no_marks() -> None:
     assert ChatTemplate("{% generation %}x{% endgeneration %}", {}).has_marks
 
 
-def test_a_text_with_our_markers_is_rejected_not_mismarked(qwen3: str) -> None:
-    messages = [{"role": "user", "content": "\ufdd0"}, CHAT[1]]
-    with pytest.raises(Unrenderable, match="reserved_character"):
-        ChatTemplate(qwen3, {}).render_marked(messages, None)
+def test_a_text_with_code_points_of_our_markers_is_text(qwen3: str) -> None:
+    messages = [{"role": "user", "content": "\ufdd0x\ufdd0"}, {**CHAT[1], "content": "\ufdd1"}]
+    text, spans = ChatTemplate(qwen3, {}).render_marked(messages, None)
+    assert "user\n\ufdd0x\ufdd0<|im_end|>" in text
+    assert [text[start:end] for start, end in spans] == [
+        "<think>\n\n</think>\n\n\ufdd1<|im_end|>\n"
+    ]
+
+
+def test_what_a_block_sets_ends_with_it() -> None:
+    source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert ChatTemplate(source, {}).render(CHAT, None) == "21"
 
 
 def test_special_tokens_and_filters_are_those_of_transformers() -> None:

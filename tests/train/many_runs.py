@@ -1,5 +1,6 @@
-"""Several trainings in one launch: `deepspeed --num_gpus W many_runs.py SPEC.json` (see `launch_many`).
+"""Several trainings in one launch: `deepspeed --num_gpus W many_runs.py SPEC.json`.
 
+`harness.launch_many` starts it.
 A launch spends most of its time on importing torch, DeepSpeed and transformers. Here every rank
 imports them once and forks a process for each training, which then runs as `ds_sft.train` does:
 own process group, own port, own exit code. As the launcher does, a rank whose neighbour failed is
@@ -8,6 +9,7 @@ ended.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -67,9 +69,7 @@ def _child(base: Path, run: dict[str, Any]) -> None:
     sys.argv = ["ds_sft.train", *words]
     code = 1
     try:
-        from ds_sft.train import main as train
-
-        train(words)
+        importlib.import_module(run["module"]).main(words)
         code = 0
     except SystemExit as exit_:
         code = int(exit_.code or 0)

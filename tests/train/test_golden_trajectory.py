@@ -43,7 +43,10 @@ def golden_parameters(label: int) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def runs(
-    tiny_model: Path, tiny_tied_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path,
+    tiny_tied_model: Path,
+    tiny_data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Result]:
     """Every training of this file, by name; one launch for each world size."""
     work = tmp_path_factory.mktemp("golden")

@@ -1,0 +1,75 @@
+"""An export in front of lm-evaluation-harness, unchanged, on a local task."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import harness
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+QUESTIONS = [("the sky is", ["blue", "seven"], 0), ("one and one is", ["two", "green"], 0),
+             ("grass is", ["nine", "green"], 1), ("a dog can", ["bark", "three"], 0)]  # fmt: skip
+TASK = """\
+task: local_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def export(tiny_model, tiny_data, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("run") / "run"
+    changes = {"--num-train-steps": 2, "--hf-export-dtype": "float32"}
+    done = harness.launch(1, *harness.flags(tiny_model, tiny_data, run, changes))
+    assert done.returncode == 0, done.stdout[-3000:]
+    return run / "hf/step-1"
+
+
+def accuracy_by_hand(export: Path) -> float:
+    """The likelier choice, summed over its tokens, with plain transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    hits = 0
+    for question, choices, answer in QUESTIONS:
+        start = len(tokenizer(question, add_special_tokens=False)["input_ids"])
+        scores = []
+        for choice in choices:
+            text = f"{question} {choice}"
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+            scores.append(logprobs.gather(1, ids[0, 1:, None])[start - 1 :].sum().item())
+        hits += scores.index(max(scores)) == answer
+    return hits / len(QUESTIONS)
+
+
+def test_lm_eval_scores_an_export_as_plain_transformers_does(export, tmp_path):
+    rows = [{"question": q, "choices": c, "answer": a} for q, c, a in QUESTIONS]
+    data = tmp_path / "questions.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "task.yaml").write_text(TASK.format(data=data))
+    command = [
+        sys.executable, "-m", "lm_eval", "--model", "hf",
+        "--model_args", f"pretrained={export},dtype=float32", "--tasks", "local_choice",
+        "--include_path", tmp_path, "--device", "cpu", "--batch_size", "1",
+        "--output_path", tmp_path / "results",
+    ]  # fmt: skip
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(list(map(str, command)), env=env, text=True, capture_output=True,
+                          timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (result,) = (tmp_path / "results").rglob("results_*.json")
+    scored = json.loads(result.read_text())["results"]["local_choice"]["acc,none"]
+    assert scored == accuracy_by_hand(export)

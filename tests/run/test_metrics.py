@@ -1,0 +1,147 @@
+"""RunLog and its parts, without a launch: forms of lines, rows that a resumed run replaces, W&B."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_sft.engine.step import StepResult
+from ds_sft.flags import RunConfig
+from ds_sft.run import metrics
+from ds_sft.run.layout import RunDir
+from ds_sft.run.metrics import RunLog, hms, keep_before, never_stop
+
+NO_MONITOR: Any = SimpleNamespace(enabled=False)
+
+
+def result(step: int, **changes: Any) -> StepResult:
+    values = {
+        "step": step, "loss": 1.5, "lr": 0.001, "grad_norm": 2.0, "target_tokens": 10,
+        "tokens": 100, "rank0_flag": False,
+    }  # fmt: skip
+    return StepResult(**{**values, **changes})
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def set_rank(rank: int, world_size: int = 2) -> None:
+        monkeypatch.setattr(metrics.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(metrics.dist, "get_world_size", lambda: world_size)
+
+    set_rank(0)
+    return set_rank
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    def make(**changes: Any) -> RunConfig:
+        return RunConfig(data=tmp_path / "data", out=tmp_path, **changes)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.9, "0:00:00"), (61, "0:01:01"), (6163, "1:42:43"), (-5, "0:00:00")]
+)
+def test_durations_are_hours_minutes_seconds(seconds: float, text: str) -> None:
+    assert hms(seconds) == text
+
+
+def test_a_line_has_levanters_form(
+    as_rank: Any, config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    log = RunLog(config(), 2000, 0, NO_MONITOR, None)
+    for step in range(12):
+        clock[0] += 37.2 / 12
+        log.step(result(step, loss=1.2341))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        "Progress on:train 12it/2.00kit rate:3.1s/it remaining:1:42:42 elapsed:0:00:37 "
+        "postfix:loss=1.234"
+    )
+
+
+def test_other_ranks_write_and_say_nothing(
+    as_rank: Any, config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_rank(1)
+    log = RunLog(config(wandb_project="sft"), 2, 0, NO_MONITOR, None)
+    log.step(result(0))
+    log.finished(2)
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_step_is_printed_whatever_log_every_is(
+    as_rank: Any, config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = RunLog(config(log_every=100), 3, 0, NO_MONITOR, None)
+    for step in range(3):
+        log.step(result(step))
+    said = [line for line in capsys.readouterr().out.splitlines() if "Progress" in line]
+    assert [line.split("it/")[0] for line in said] == ["Progress on:train 3"]
+
+
+def test_time_for_saving_does_not_count_as_step_time(
+    as_rank: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    log = RunLog(config(), 2, 0, NO_MONITOR, mfu=0.01)
+    clock[0] += 2.0
+    log.step(result(0))
+    clock[0] += 50.0  # an export
+    log.resume_clock()
+    clock[0] += 4.0
+    log.step(result(1))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step_time_s"] for row in rows] == [2.0, 4.0]
+    assert [row["tokens_per_s"] for row in rows] == [50.0, 25.0]
+    assert [row["mfu"] for row in rows] == [0.25, 0.125]  # per rank, of two
+
+
+def test_a_long_step_gives_a_sign_of_life_every_30_seconds(
+    as_rank: Any, config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    log = RunLog(config(), 2, 0, NO_MONITOR, None)
+    for done in range(1, 9):
+        clock[0] += 10.0
+        log.within_step(done, 8)
+    said = [line for line in capsys.readouterr().out.splitlines() if "microbatch" in line]
+    assert said == ["[train] microbatch 4 of 8 in this step"]
+
+
+def test_rows_that_a_resumed_run_writes_again_are_dropped_and_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    keep_before(path, 3)  # nothing there yet: a fresh run
+    path.write_text("".join(json.dumps({"label": n}) + "\n" for n in range(6)) + '{"label": 6, "lo')
+    keep_before(path, 4)
+    assert [json.loads(line)["label"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
+    keep_before(path, 4)
+    assert len(path.read_text().splitlines()) == 4
+
+
+def test_a_failing_logger_is_a_line_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert never_stop(lambda: 1 / 0) is None
+    assert capsys.readouterr().err == "[wandb] ZeroDivisionError: division by zero\n"
+
+
+def test_missing_wandb_is_said_once(
+    as_rank: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    log = RunLog(config(wandb_project="sft"), 2, 0, NO_MONITOR, None)
+    for step in range(2):
+        log.step(result(step))
+    log.finished(2)
+    assert capsys.readouterr().out.count("[wandb] not installed") == 1
+    assert RunDir(tmp_path).finished.is_file()

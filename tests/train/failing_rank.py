@@ -1,0 +1,50 @@
+"""A training in which one rank alone fails, at the place that FAIL_AT names (see `launch_many`)."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ds_sft import train
+from ds_sft.engine import step
+from ds_sft.run import checkpoint, export, saver
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def main(argv: list[str]) -> None:
+    """Break one thing on one rank, then train."""
+    rank, where = os.environ["RANK"], os.environ["FAIL_AT"]
+    if (rank, where) == ("1", "step"):
+        after(step, "train_step", 3, lambda: full_disk())
+    elif (rank, where) == ("1", "save"):
+        real_save = checkpoint.save
+
+        def save(engine: Any, *args: Any, **kwargs: Any) -> None:
+            engine.save_checkpoint = full_disk
+            real_save(engine, *args, **kwargs)
+
+        saver.checkpoint.save = save
+    elif (rank, where) == ("0", "publish"):
+        checkpoint.publish = full_disk
+    elif (rank, where) == ("0", "export"):
+        export.publish = full_disk
+    train.main(argv)
+
+
+def after(module: Any, name: str, calls: int, fail: Callable[[], None]) -> None:
+    """Let `module.name` work so many times, then fail instead."""
+    real, count = getattr(module, name), 0
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > calls:
+            fail()
+        return real(*args, **kwargs)
+
+    setattr(module, name, replaced)
