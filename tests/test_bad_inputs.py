@@ -2,9 +2,9 @@
 
 import json
 import os
-import socket
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -336,7 +336,7 @@ def test_a_real_process_refuses_without_traceback_and_before_torch(name: str, pl
 
 
 def test_a_rank_that_is_not_ended_with_rank_0_says_what_is_wrong_on_its_host(place: Place) -> None:
-    """The launcher ends a host's ranks within a second of rank 0's line; one that lives is alone."""
+    """The launcher ends a host's ranks soon after rank 0's line; one that lives on is alone."""
     words, world = spoil(place, "no such model")
     started = time.monotonic()
     done = subprocess.run(

@@ -113,12 +113,10 @@ def make_optimizer(
     """
     betas = (recipe.beta1, recipe.beta2)
     if kind == "cpu_adam":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from ds_sft.engine.cpu_adam import cpu_adam
 
         try:
-            return DeepSpeedCPUAdam(
-                groups, lr=recipe.learning_rate, betas=betas, eps=recipe.eps, adamw_mode=True
-            )
+            return cpu_adam(groups, recipe.learning_rate, betas, recipe.eps)
         except Exception as error:
             raise ConfigError(
                 "offload_optimizer needs DeepSpeed's CPU Adam, which cannot be built here "

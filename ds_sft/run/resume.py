@@ -103,12 +103,14 @@ def check(
     world_size: int,
     data_sha256: str,
     model_config: dict[str, Any] | None,
+    layout: dict[str, Any],
     allow_change: tuple[str, ...],
 ) -> list[str]:
     """Compare a checkpoint with the run; returns a line per change that was allowed.
 
-    Raises CheckpointError when it is of another model or world size, ConfigError when the recipe
-    or the data differ and `allow_change` does not name them.
+    `layout` is `engine.config.optimizer_layout` of the run. Raises CheckpointError when the
+    checkpoint is of another model, world size or layout, ConfigError when the recipe or the data
+    differ and `allow_change` does not name them.
     """
     meta, where = point.meta, point.path
     known = {"data", *(f.name for f in dataclasses.fields(Recipe))}
@@ -124,6 +126,7 @@ def check(
             f"{where} was written by {meta['world_size']} ranks and this run has {world_size}: "
             f"start it on {meta['world_size']} ranks"
         )
+    _check_layout(where, meta.get("optimizer_layout", layout), layout)
     old = {"data": meta["data_manifest_sha256"][:12], **meta["recipe"]}
     new = {"data": data_sha256[:12], **dataclasses.asdict(recipe)}
     changed = [n for n in new if n in old and new[n] != old[n] and n not in FREE_FIELDS]
@@ -142,6 +145,15 @@ def check(
             f"{_lr(recipe, step):.6g} now"
         )
     return lines
+
+
+def _check_layout(where: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    for name, value in new.items():
+        if old.get(name) != value:
+            raise CheckpointError(
+                f"{where} was written with {name} {old.get(name)} and --deepspeed-config means "
+                f"{value}: use the JSON that the run was started with, its run.json holds it"
+            )
 
 
 def _lr(recipe: Recipe, step: int) -> float:

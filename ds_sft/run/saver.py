@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ds_sft.data.model_files import ModelFiles
 from ds_sft.data.packed import PackedDataset
 from ds_sft.engine.build import say
+from ds_sft.engine.config import optimizer_layout
 from ds_sft.errors import CheckpointError
 from ds_sft.flags import RunConfig
 from ds_sft.recipe.cadence import is_due, timer_fired
@@ -100,6 +101,7 @@ class Saver:
             "completed": label + 1,
             "world_size": dist.get_world_size(),
             "compute_dtype": self.recipe.compute_dtype,
+            "optimizer_layout": optimizer_layout(self.ds_config),
             "data_manifest_sha256": self.data.manifest_sha256,
             "recipe": dataclasses.asdict(self.recipe),
             "model": {"config.json": self.model.config},

@@ -1,6 +1,6 @@
 """What only a CUDA device can show, in one file of at most eight minutes.
 
-    python -m pytest tests/gpu -m gpu
+python -m pytest tests/gpu -m gpu
 """
 
 import harness
@@ -30,9 +30,7 @@ def attend(kernel: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 def qkv() -> list[torch.Tensor]:
     torch.manual_seed(0)
     shapes = [(1, heads, sum(LENGTHS), 64) for heads in (8, 2, 2)]
-    return [
-        torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes
-    ]
+    return [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
 
 
 @pytest.mark.parametrize("kernel", ["varlen", "flash_attention_2"])

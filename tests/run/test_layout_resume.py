@@ -40,9 +40,7 @@ def test_a_fresh_directory_starts_at_the_beginning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("permanent", "temporary"), [(9, 11), (11, 9)])
-def test_the_newest_of_either_kind_is_taken(
-    tmp_path: Path, permanent: int, temporary: int
-) -> None:
+def test_the_newest_of_either_kind_is_taken(tmp_path: Path, permanent: int, temporary: int) -> None:
     point(RunDir(tmp_path).checkpoints, permanent)
     point(RunDir(tmp_path).temporary, temporary)
     found = find(tmp_path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import harness
 import numpy as np
@@ -19,6 +21,32 @@ def test_the_json_moves_the_optimizer_state_and_nothing_else_of_the_numbers() ->
     plain = json.loads((OFFLOAD.parent / "zero3.json").read_text())["zero_optimization"]
     assert zero.pop("offload_optimizer")["device"] == "cpu"
     assert zero.keys() == plain.keys()
+
+
+@pytest.mark.slow
+def test_an_update_depends_on_its_step_and_not_on_the_updates_before_it() -> None:
+    """What makes a resume bit-identical; DeepSpeed's own does not."""
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from ds_sft.engine.cpu_adam import cpu_adam
+
+    def update_101(cls: Callable[..., Any], done_before: int) -> torch.Tensor:
+        """What update 101 does to a zero, in a process that did so many updates before it."""
+        weight = torch.nn.Parameter(torch.zeros(64))
+        optimizer = cls([{"params": [weight]}], 0.1, betas=(0.9, 0.999), eps=1e-8)
+        for step in range(done_before + 1):
+            if step == done_before:
+                moments = {n: torch.full((64,), 0.1) for n in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[weight] = {"step": 100, **moments}
+                weight.data.zero_()
+            weight.grad = torch.linspace(-1.0, 1.0, 64)
+            optimizer.step()
+        return weight.data.clone()
+
+    for done_before in (100, 40):
+        assert torch.equal(update_101(cpu_adam, done_before), update_101(cpu_adam, 0))
+    assert not torch.equal(update_101(DeepSpeedCPUAdam, 100), update_101(DeepSpeedCPUAdam, 0))
 
 
 @pytest.fixture(scope="module")

@@ -224,6 +224,7 @@ def started(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Path:
             "format": 1,
             "completed": completed,
             "world_size": 2,
+            "optimizer_layout": {"optimizer": "adamw", "sub_group_size": 10**9},
             "data_manifest_sha256": PackedDataset.open(tiny_data).manifest_sha256,
             "recipe": {f: getattr(recipe, f) for f in recipe.__slots__},
             "model": {"config.json": json.loads((tiny_model / "config.json").read_text())},
@@ -241,6 +242,9 @@ REFUSED = {
     },
     "--allow-change steps is no field": {"--allow-change": "steps"},
     "--resume none, but": {"--resume": "none"},
+    "with optimizer adamw and --deepspeed-config means cpu_adam": {
+        "--deepspeed-config": harness.ROOT / "ds_configs/zero3_offload_optimizer.json",
+    },
     "has no meta.json": {"--resume": "nowhere/step-3"},
 }  # fmt: skip
 

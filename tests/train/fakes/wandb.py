@@ -10,12 +10,12 @@ import os
 from typing import Any
 
 
-def _record(name: str, **values: Any) -> None:
-    line = {"call": name, "rank": os.environ.get("RANK"), "pid": os.getpid(), **values}
+def _record(call: str, /, **values: Any) -> None:
+    line = {"call": call, "rank": os.environ.get("RANK"), "pid": os.getpid(), **values}
     with open(os.environ["FAKE_WANDB_LOG"], "a") as file:
         file.write(json.dumps(line, default=str) + "\n")
-    if os.environ.get("FAKE_WANDB_BREAKS") == name:
-        raise ConnectionError(f"no route to the server of {name}")
+    if os.environ.get("FAKE_WANDB_BREAKS") == call:
+        raise ConnectionError(f"no route to the server of {call}")
 
 
 class _Config:
