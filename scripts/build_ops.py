@@ -7,7 +7,7 @@ then waits on it for ever without a word. So locks that nobody holds are removed
 Assumes that the cache belongs to this machine alone: on a shared home directory set
 TORCH_EXTENSIONS_DIR to a local folder.
 
-    python scripts/build_ops.py comm cpu_adam
+    python scripts/build_ops.py cpu_adam
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 BUILDERS = {
-    "comm": "ShareMemCommBuilder",
     "cpu_adam": "CPUAdamBuilder",
     "fused_adam": "FusedAdamBuilder",
     "async_io": "AsyncIOBuilder",

@@ -316,6 +316,9 @@ def main() -> None:
 
     mode, spec_file = sys.argv[1:]
     spec = json.loads(Path(spec_file).read_text())
+    from ds_sft.engine.build import skip_inference_op
+
+    skip_inference_op()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     long_group = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
     out = Path(spec["out"])
