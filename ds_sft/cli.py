@@ -23,6 +23,7 @@ COMMANDS = {
     "train": "train on this host's environment; `deepspeed --module ds_sft.train` starts all ranks",
     "export": "a native checkpoint -> a Hugging Face model directory",
     "verify": "is a packed data set, a checkpoint or an export whole?",
+    "reshard": "a native checkpoint -> one of another number of ranks",
     "inspect": "show one pack: what is trained, where documents end",
     "env": "write .deepspeed_env: the variables that workers on other hosts need",
 }
@@ -33,6 +34,7 @@ _FLAGS = {
     "inspect": ("ds_sft.data.inspect", "InspectFlags", "run"),
     "export": ("ds_sft.run.commands", "ExportFlags", "export"),
     "verify": ("ds_sft.run.commands", "VerifyFlags", "verify"),
+    "reshard": ("ds_sft.run.commands", "ReshardFlags", "reshard"),
     "env": ("ds_sft.run.launch_env", "EnvFlags", "run"),
 }
 """Module, flags and function of the others."""

@@ -4,6 +4,7 @@
     ├── ConfigError        a flag, a recipe or a DeepSpeed JSON is wrong
     ├── DataError          the chats or the packed data set are wrong
     ├── CheckpointError    a checkpoint or an export cannot be used, or cannot be written
+    │   └── SavingFailed   ... several times in a row: the run stops
     ├── PreflightError     a start-up proof failed: machine or library do not do what we rely on
     └── TrainingDiverged   the loss or the gradient is not finite
 
@@ -30,6 +31,12 @@ class DataError(DsSftError):
 
 class CheckpointError(DsSftError):
     """A checkpoint or an export cannot be used, or cannot be written."""
+
+
+class SavingFailed(CheckpointError):
+    """Native checkpoints could not be written, several times in a row."""
+
+    exit_code = 1
 
 
 class PreflightError(DsSftError):

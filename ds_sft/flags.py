@@ -71,6 +71,8 @@ class RunConfig:
     """Copy the model's generation_config.json into exports."""
     resume: str = "auto"
     """auto (newest whole checkpoint of --out), none, or a checkpoint directory."""
+    verify_on_resume: Literal["size", "hash"] = "hash"
+    """What is compared with a checkpoint's marker before it is loaded; hash reads every file."""
     allow_change: tuple[str, ...] = ()
     """Recipe fields that a resumed run may change, for example num_train_steps."""
     stop_after: int = 0

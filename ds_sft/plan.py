@@ -19,7 +19,7 @@ from typing import Any
 from ds_sft.data.model_files import ModelFiles, find_model
 from ds_sft.data.order import pack_order
 from ds_sft.data.packed import PackedDataset
-from ds_sft.engine.config import engine_config, optimizer_layout, read_json
+from ds_sft.engine.config import engine_config, read_json
 from ds_sft.errors import ConfigError, DataError
 from ds_sft.flags import RunConfig, parse_with_recipe
 from ds_sft.plan_data import check_tokenizers, note_template, token_range
@@ -124,7 +124,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     )
     batches.check_targets(schedule.num_steps)
     _check_place(run)
-    point = _check_resume(run, recipe, data, model, ds_config, world_size, notes)
+    point = _check_resume(run, recipe, data, model, world_size, notes)
     _note_oddities(run, recipe, schedule, batches, notes)
     return Plan(
         run=run,
@@ -206,12 +206,12 @@ def _check_resume(
     recipe: Recipe,
     data: PackedDataset,
     model: ModelFiles | None,
-    ds_config: dict[str, Any],
     world_size: int,
     notes: list[str],
 ) -> resume.ResumePoint | None:
     """The checkpoint to go on from; refuses one that belongs to something else."""
-    point = resume.find(run)
+    point, broken = resume.find(run)
+    notes += broken
     if point is None:
         return None
     changes = resume.check(
@@ -220,7 +220,6 @@ def _check_resume(
         world_size=world_size,
         data_sha256=data.manifest_sha256,
         model_config=None if model is None else model.config,
-        layout=optimizer_layout(ds_config),
         allow_change=run.allow_change,
     )
     if point.completed > recipe.num_train_steps:

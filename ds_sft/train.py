@@ -21,6 +21,7 @@ from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.flags import parse_train
 from ds_sft.plan import Plan, check, show
 from ds_sft.run.layout import RunDir, labels_in, step_dir
+from ds_sft.run.lock import RunLock
 
 RANK_ZERO_SECONDS = 3.0  # the launcher looks at its ranks once a second
 
@@ -39,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 return show(plan) if is_rank_zero() else None
             if already_finished(plan):
                 return None
-        train(plan)
+        with RunLock(RunDir(run.run_dir).lock) if is_rank_zero() else contextlib.nullcontext():
+            code = train(plan)
+        if code:
+            raise SystemExit(code)
 
 
 def is_rank_zero() -> bool:
@@ -65,16 +69,18 @@ def rank_zero_first() -> Iterator[None]:
         raise
 
 
-def train(plan: Plan) -> None:
-    """Run the optimizer steps that are left, saving and exporting at their labels."""
+def train(plan: Plan) -> int:
+    """Run the optimizer steps that are left, saving and exporting; returns the exit code."""
     from ds_sft.engine import build, proofs
     from ds_sft.engine.step import train_step
     from ds_sft.recipe.cadence import due_after
     from ds_sft.run.flops import mfu_factor
     from ds_sft.run.metrics import RunLog
     from ds_sft.run.saver import Saver
+    from ds_sft.run.stopping import Stopping
 
     run, recipe, schedule, batches = plan.run, plan.recipe, plan.schedule, plan.batches
+    stopping = Stopping(RunDir(run.run_dir).stop)
     with build.distributed(run.collective_timeout_minutes):
         start = str(plan.resume_from.path) if plan.resume_from else "step 0"
         proofs.prove_same_files(run.run_dir, plan.data.manifest_sha256, start)
@@ -83,6 +89,7 @@ def train(plan: Plan) -> None:
         saver = Saver(engine, run, recipe, plan.ds_config, plan.data, model, tokenizer_dir)
         for note in plan.notes:
             build.say(f"[init] note: {note}")
+        stopping.use_group(saver.patient)
         first = saver.resume(plan.resume_from)
         if not run.skip_checks:
             proofs.prove(engine, plan.data, batches, min(first, schedule.num_steps - 1))
@@ -94,20 +101,24 @@ def train(plan: Plan) -> None:
             lr = recipe.learning_rate * schedule.lr_multiplier(step)
             result = train_step(
                 engine, plan.data, batches, step, lr,
-                flag=saver.timer_fired, progress=log.within_step,
+                flag=saver.timer_fired, stop=stopping.agreed, progress=log.within_step,
             )  # fmt: skip
+            if result is None:
+                break
             log.step(result)
             due = due_after(step + 1, schedule.num_steps, recipe, timer_fired=result.rank0_flag)
-            stopping = step + 1 == last < schedule.num_steps
             if due.export:
-                saver.export(due.label)
-            if due.checkpoint or due.temporary or stopping:
+                saver.export(due.label, interrupted=stopping.agreed)
+            if due.checkpoint or due.temporary:
                 saver.checkpoint(due.label, temporary=not due.checkpoint)
             log.resume_clock()
-        if last < schedule.num_steps:
-            return log.stopped(max(first, last), "--stop-after")
-        log.finished(schedule.num_steps)
-        saver.report_failures()
+        if log.completed < schedule.num_steps:
+            saver.before_stopping(log.completed)
+            log.stopped(stopping.reason or "--stop-after")
+            return stopping.exit_code
+        log.finished()
+        saver.report(log.seconds)
+        return 0
 
 
 def already_finished(plan: Plan) -> bool:

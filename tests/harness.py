@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from ds_sft.data.packed import PackedWriter
+from ds_sft.data.packed_writer import PackedWriter
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from ds_sft import plan as planning
-from ds_sft.data.packed import PackedDataset, PackedWriter
+from ds_sft.data.packed import PackedDataset
+from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.errors import ConfigError, DataError
 from ds_sft.flags import parse_train
 from ds_sft.plan import Plan

@@ -1,4 +1,4 @@
-"""The packed data set on disk: how it is written and how it is opened.
+"""The packed data set on disk: its files, and how it is opened.
 
 A directory, described in full by its files:
 
@@ -10,13 +10,11 @@ A directory, described in full by its files:
     tokenizer/            the tokenizer, with the chat template as rendered
     manifest.json         written last: a directory without it is not a data set
 
-Invariants. A writer holds one pack in memory, whatever the size of the data. The directory takes
-its final name only when every byte of it is on the disk: a kill or a full disk leaves
-`<out>.partial` at most, and the next writer removes that. A pack's trained targets are the trained
-tokens after its first position, since nothing predicts position 0 of a row.
+A pack's trained targets are the trained tokens after its first position, since nothing predicts
+position 0 of a row.
 
-Left to others: what a document is (`chat`), which documents share a pack (`packing`), and how packs
-become a batch (`collate`).
+Left to others: writing it (`packed_writer`), what a document is (`chat`), which documents share a
+pack (`packing`), and how packs become a batch (`collate`).
 """
 
 from __future__ import annotations
@@ -24,12 +22,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -187,7 +183,7 @@ def check_hashes(data: PackedDataset) -> list[str]:
     """
     hashes = data.manifest.get("sha256", {})
     for name, expected in hashes.items():
-        if _file_sha256(data.path / name) != expected:
+        if file_sha256(data.path / name) != expected:
             raise DataError(
                 f"{data.path / name} is not the file that prepare wrote (its sha256 differs from "
                 "the manifest's): copy the data set again or run `ds-sft prepare` again"
@@ -195,161 +191,9 @@ def check_hashes(data: PackedDataset) -> list[str]:
     return list(hashes)
 
 
-class PackedWriter:
-    """Writes a packed data set pack by pack; use as a context manager and end with `commit`.
-
-        with PackedWriter(out, max_seq_len=32768) as writer:
-            writer.add_pack(tokens, mask, doc_lens=[120, 87])
-            writer.commit({"packing": "next-fit"})
-
-    Leaving the block without a commit (an error, Ctrl-C) removes everything that was written.
-    """
-
-    def __init__(self, out: Path, max_seq_len: int, *, replace: bool = False) -> None:
-        """`replace` lets `commit` take the place of an existing `out`; else that is a DataError."""
-        self.out = out
-        self.max_seq_len = max_seq_len
-        self.replace = replace
-        self.partial = out.with_name(out.name + ".partial")
-        self.num_docs = 0
-        self._files: dict[str, _GrowingArray] = {}
-        _refuse_existing(out, replace)
-
-    @property
-    def num_packs(self) -> int:
-        return self._files["tokens"].rows
-
-    @property
-    def tokenizer_dir(self) -> Path:
-        """Where the caller puts the tokenizer before `commit`."""
-        return self.partial / TOKENIZER_DIR
-
-    def __enter__(self) -> Self:
-        if self.partial.exists():
-            shutil.rmtree(self.partial)
-        self.partial.mkdir(parents=True)
-        for name, dtype in ARRAY_DTYPES.items():
-            row = (self.max_seq_len,) if name in ("tokens", "assistant_mask") else ()
-            self._files[name] = _GrowingArray(self.partial / f"{name}.npy", dtype, row)
-        self._files["pack_offsets"].append(np.zeros(1, np.int64))
-        return self
-
-    def add_pack(self, tokens: Array, assistant_mask: Array, doc_lens: Sequence[int]) -> None:
-        """Append one pack: its documents' tokens and mask, unpadded [sum(doc_lens)]."""
-        used = len(tokens)
-        assert used == len(assistant_mask) == sum(doc_lens) <= self.max_seq_len
-        row = np.zeros(self.max_seq_len, np.int32)
-        row[:used] = tokens
-        mask = np.zeros(self.max_seq_len, np.uint8)
-        mask[:used] = assistant_mask
-        self.num_docs += len(doc_lens)
-        self._files["tokens"].append(row[None])
-        self._files["assistant_mask"].append(mask[None])
-        self._files["doc_lens"].append(np.asarray(doc_lens, np.int32))
-        self._files["pack_offsets"].append(np.array([self.num_docs], np.int64))
-        self._files["assistant_counts"].append(np.array([mask[1:].sum()], np.int64))
-
-    def commit(self, manifest: Mapping[str, Any]) -> None:
-        """Flush everything, write the manifest last, and give the directory its name."""
-        for file in self._files.values():
-            file.close()
-        for path in sorted(self.partial.rglob("*")):
-            _fsync(path)
-        facts = {
-            "format_version": FORMAT_VERSION,
-            "max_seq_len": self.max_seq_len,
-            **manifest,
-            "sha256": {
-                f"{name}.npy": _file_sha256(self.partial / f"{name}.npy") for name in ARRAY_DTYPES
-            },
-        }
-        marker = self.partial / MANIFEST
-        marker.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        _fsync(marker)
-        _fsync(self.partial)
-        _refuse_existing(self.out, self.replace)
-        old = self.out.with_name(self.out.name + ".replaced")
-        if self.out.exists():
-            if old.exists():
-                shutil.rmtree(old)
-            self.out.rename(old)
-        self.partial.rename(self.out)
-        _fsync(self.out.parent)
-        if old.exists():
-            shutil.rmtree(old)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for file in self._files.values():
-            file.abandon()
-        shutil.rmtree(self.partial, ignore_errors=True)
-
-
-class _GrowingArray:
-    """A .npy file whose first axis grows; its header is written again at the end.
-
-    numpy pads a header so that the first axis may take any number of digits: the header of 0 rows
-    and that of the final number have the same length.
-    """
-
-    def __init__(self, path: Path, dtype: npt.DTypeLike, row: tuple[int, ...]) -> None:
-        self.rows = 0
-        self._dtype = np.dtype(dtype)
-        self._row = row
-        self._file: BinaryIO = path.open("wb")
-        self._write_header()
-        self._data_start = self._file.tell()
-
-    def _write_header(self) -> None:
-        np.lib.format.write_array_header_1_0(
-            self._file,
-            {
-                "descr": np.lib.format.dtype_to_descr(self._dtype),
-                "fortran_order": False,
-                "shape": (self.rows, *self._row),
-            },
-        )
-
-    def append(self, rows: Array) -> None:
-        assert rows.dtype == self._dtype
-        assert rows.shape[1:] == self._row
-        self._file.write(np.ascontiguousarray(rows).tobytes())
-        self.rows += len(rows)
-
-    def close(self) -> None:
-        self._file.seek(0)
-        self._write_header()
-        assert self._file.tell() == self._data_start
-        self._file.close()
-
-    def abandon(self) -> None:
-        """Close without a word: on a full disk the flush of the last buffer fails again."""
-        try:
-            self._file.close()
-        except OSError:
-            return
-
-
-def _refuse_existing(out: Path, replace: bool) -> None:
-    if out.exists() and not replace:
-        raise DataError(f"{out} exists: choose another --out, or add --force to replace it")
-
-
-def _file_sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ds_sft.data.packed import Array, PackedWriter
+from ds_sft.data.packed import Array
+from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.data.packing import LEVANTER_MAX_DOCS, NextFit, overlong_message
 from ds_sft.data.pipeline import Encoded, Job, build_encoder, encode_files
 from ds_sft.data.records import LineReader

@@ -20,7 +20,6 @@ from ds_sft.errors import ConfigError
 from ds_sft.recipe.recipe import Recipe
 
 _NEVER = 2**31 - 1
-_DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
 _SHORT_DTYPE = {"bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -93,18 +92,6 @@ def optimizer_kind(ds_config: dict[str, Any]) -> str:
     """`cpu_adam` when the optimizer's state lives in host memory, else `adamw`."""
     offload = ds_config["zero_optimization"].get("offload_optimizer", {})
     return "cpu_adam" if offload.get("device", "none") == "cpu" else "adamw"
-
-
-def optimizer_layout(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """What decides the form of the optimizer's state in a native checkpoint.
-
-    DeepSpeed loads a checkpoint of another form with a traceback, or fails at the first update.
-    """
-    zero = ds_config["zero_optimization"]
-    return {
-        "optimizer": optimizer_kind(ds_config),
-        "sub_group_size": int(zero.get("sub_group_size", _DEFAULT_SUB_GROUP_SIZE)),
-    }
 
 
 def check_keys(

@@ -51,18 +51,22 @@ def train_step(
     lr: float,
     *,
     flag: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> StepResult:
+) -> StepResult | None:
     """Run every microbatch of optimizer step `step`, then apply the update with `lr`.
 
     Loss = mean over loss groups of (summed loss / target tokens of the group). `micro.scale` is
     world_size / (num_groups * group_tokens): DeepSpeed averages over ranks, the world_size undoes
-    it. `flag` is asked on rank 0 once the microbatches are done.
+    it. `flag` is asked on rank 0 once the microbatches are done. `stop` is asked before each
+    microbatch, on every rank with the same answer; then what was computed is thrown away: None.
     Raises TrainingDiverged, before the update, if the loss or the gradient is not finite.
     """
     sums = torch.zeros(batches.num_groups, device=engine.device)  # [G], this rank's share
     last = batches.micro_per_step - 1
     for i, (micro, batch) in enumerate(prefetched(data, batches, step, engine.device)):
+        if stop():
+            return None
         engine.set_gradient_accumulation_boundary(is_boundary=i == last)
         loss_sum = engine(batch)  # [], fp32
         engine.backward(loss_sum * micro.scale, scale_wrt_gas=False)

@@ -1,9 +1,9 @@
 """Native checkpoints: saving, loading and pruning, so that a directory is whole or not there.
 
-Owns DeepSpeed's `save_checkpoint` and `load_checkpoint`, which are not crash-safe by themselves
-(files in place, no fsync): everything goes into `step-N.partial`, meta.json last, then one rename.
-Invariant: an existing checkpoint is never touched before its successor is whole. Leaves the choice
-of a checkpoint to `resume`, reading one without an engine to `native`.
+Owns DeepSpeed's `save_checkpoint`, which is not crash-safe by itself (files in place, no fsync):
+everything goes into `step-N.partial`, meta.json last, then one rename. Invariant: an existing
+checkpoint is never touched before its successor is whole. Leaves the choice of a checkpoint to
+`resume`, loading to `reshard`, reading one without an engine to `native`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from ds_sft.run.atomic import (
     partial_path,
     publish,
 )
+from ds_sft.run.export import Barrier, RankZero
 from ds_sft.run.layout import labels_in, step_dir
-from ds_sft.run.resume import FORMAT, META_NAME, ResumePoint
+from ds_sft.run.resume import FORMAT, META_NAME
+from ds_sft.run.seal import Files, names_in, seal
 
 
 def save(
@@ -36,23 +38,72 @@ def save(
     meta: dict[str, Any],
     model_dir: Path,
     tokenizer_dir: Path,
-    barrier: Callable[[], None],
-) -> None:
-    """Write the engine's state to `final`; every rank calls it, and returns when it is whole."""
+    barrier: Barrier,
+) -> int:
+    """Write the engine's state to `final`; every rank calls it. Returns its size in bytes.
+
+    Raises CheckpointError on every rank when any of them cannot write; then nothing is left.
+    """
     partial = partial_path(final)
-    if dist.get_rank() == 0:
+    on_rank_zero = RankZero(barrier, engine.device, f"the checkpoint {final} failed")
+    files: Files = {}
+
+    def begin() -> None:
         discard(partial)
         partial.mkdir(parents=True)
-    barrier()
-    engine.save_checkpoint(str(final.parent), tag=partial.name, save_latest=False)
-    for path in partial.glob(f"*zero_pp_rank_{dist.get_rank()}_*"):
-        fsync_path(path)
-    barrier()
-    if dist.get_rank() == 0:
+
+    def finish() -> None:
         _copy_model_files(model_dir, tokenizer_dir, partial / "model")
-        (partial / META_NAME).write_text(json.dumps({"format": FORMAT, **meta}, indent=1))
+        files.update(seal(partial, [f"model/{name}" for name in names_in(partial / "model")]))
+        text = json.dumps({"format": FORMAT, **meta, "files": files}, indent=1)
+        (partial / META_NAME).write_text(text, encoding="utf-8")
         publish(partial, final)
-    barrier()
+
+    try:
+        on_rank_zero.run(begin)
+        files.update(_write_states(engine, partial))
+        on_rank_zero.run(finish)
+    except CheckpointError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return sum(size for size, _ in files.values())
+
+
+def _write_states(engine: Any, partial: Path) -> Files:
+    """DeepSpeed's files of every rank, on disk and hashed by the rank that wrote them."""
+    problems: list[str] = []
+    write = engine.checkpoint_engine.save
+
+    def write_or_note(*args: Any, **kwargs: Any) -> Any:
+        # Raising here would leave the other ranks in DeepSpeed's own barrier.
+        try:
+            return write(*args, **kwargs)
+        except Exception as error:
+            problems.append((str(error) or type(error).__name__).splitlines()[0])
+
+    engine.checkpoint_engine.save = write_or_note
+    # `ds-sft export` replaces its conversion scripts, and rank 0 could fail alone in copying them.
+    engine._copy_recovery_script = lambda save_path: None
+    try:
+        engine.save_checkpoint(str(partial.parent), tag=partial.name, save_latest=False)
+    finally:
+        engine.checkpoint_engine.save = write
+    mine: Files = {}
+    if not problems:
+        try:
+            names = [p.name for p in partial.glob(f"*zero_pp_rank_{dist.get_rank()}_*")]
+            for name in names:
+                fsync_path(partial / name)
+            mine = seal(partial, names)
+        except (OSError, CheckpointError) as error:
+            problems.append(str(error))
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (problems, mine))
+    for rank, (failed, _) in enumerate(everything):
+        if failed:
+            raise CheckpointError(f"the checkpoint {partial} failed on rank {rank}: {failed[0]}")
+    return {name: entry for _, part in everything for name, entry in part.items()}
 
 
 def _copy_model_files(model_dir: Path, tokenizer_dir: Path, to: Path) -> None:
@@ -62,13 +113,6 @@ def _copy_model_files(model_dir: Path, tokenizer_dir: Path, to: Path) -> None:
         if (model_dir / name).is_file():
             shutil.copyfile(model_dir / name, to / name)
     shutil.copytree(tokenizer_dir, to / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
-
-
-def load(engine: Any, point: ResumePoint) -> None:
-    """Bring the engine to the state in `point`; every rank calls it. Raises CheckpointError."""
-    path, _ = engine.load_checkpoint(str(point.path.parent), tag=point.path.name)
-    if path is None:
-        raise CheckpointError(f"{point.path} could not be loaded: run ds-sft verify {point.path}")
 
 
 def discard_leftovers(parent: Path) -> None:

@@ -36,6 +36,25 @@ class VerifyFlags:
     """What to check; its kind is recognised from its files."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardFlags:
+    """Turn a native checkpoint into one of another number of ranks (training does it by itself)."""
+
+    checkpoint: Path
+    """Native checkpoint, RUN/checkpoints/step-N."""
+    out: Path
+    """Directory to write; must not exist."""
+    world_size: int
+    """Number of ranks that it is written for."""
+
+
+def reshard(flags: ReshardFlags) -> None:
+    """Run `ds-sft reshard`; raises CheckpointError."""
+    from ds_sft.run.reshard import convert
+
+    convert(flags.checkpoint, flags.out, flags.world_size)
+
+
 def export(flags: ExportFlags) -> None:
     """Run `ds-sft export`; raises CheckpointError."""
     from ds_sft.run.export import export_offline

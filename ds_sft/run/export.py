@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from ds_sft.errors import CheckpointError
 from ds_sft.run.atomic import atomic_directory, fresh_partial, partial_path, publish
 from ds_sft.run.hf_format import ExportSource, write_unchanging_files
 from ds_sft.run.native import NativeCheckpoint
+from ds_sft.run.seal import CHECKSUMS, names_in, seal
 from ds_sft.run.shards import (
     MAX_SHARD_BYTES,
     TensorSpec,
@@ -45,13 +47,16 @@ def export_live(
     dtype: str,
     source: ExportSource,
     barrier: Barrier,
+    interrupted: Callable[[], bool] = lambda: False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write the engine's model to `out_dir`; every rank must call it at the same step.
 
     The values are the engine's own weights where `dtype` is what it computes in, else its fp32
     masters. An `out_dir` that exists (a label reached again after a resume) is replaced.
-    Raises CheckpointError on all ranks if rank 0 cannot write or a value does not fit `dtype`.
+    `interrupted` is asked before each tensor, on all ranks with the same answer.
+    Raises CheckpointError on all ranks if rank 0 cannot write, a value does not fit `dtype`, or it
+    was interrupted.
     """
     target = export_dtype(dtype)
     tensors = _named_tensors(engine.module)
@@ -66,8 +71,11 @@ def export_live(
     try:
         on_rank_zero.run(begin)
         for spec in writer.order:
+            if interrupted():
+                raise CheckpointError(f"the export to {out_dir} was interrupted: the run stops")
             _write_one(writer, spec, tensors[spec.name], on_rank_zero)
         on_rank_zero.run(writer.finish)
+        on_rank_zero.run(functools.partial(seal_export, writer.directory))
         on_rank_zero.run(functools.partial(publish, writer.directory, out_dir))
     except BaseException:
         if dist.get_rank() == 0:
@@ -106,9 +114,16 @@ def export_offline(
                 buffer = native.buffers.get(spec.name)
                 writer.write(spec, native.pieces(spec.name) if buffer is None else [buffer])
             writer.finish()
+            seal_export(partial)
     except OSError as error:
         raise CheckpointError(f"the export to {out} failed: {error}") from error
     print(f"[export] wrote {out}", flush=True)
+
+
+def seal_export(directory: Path) -> None:
+    """Write the list of an export's files, by which `ds-sft verify` sees that it is whole."""
+    text = json.dumps(seal(directory, names_in(directory)), indent=1)
+    (directory / CHECKSUMS).write_text(text + "\n", encoding="utf-8")
 
 
 class RankZero:

@@ -32,6 +32,16 @@ class RunDir:
         return self.root / "finished"
 
     @property
+    def stop(self) -> Path:
+        """Touch it to stop the run after saving."""
+        return self.root / "stop"
+
+    @property
+    def lock(self) -> Path:
+        """Who writes here, and a beat that says it is alive."""
+        return self.root / "lock"
+
+    @property
     def checkpoints(self) -> Path:
         """Permanent native checkpoints."""
         return self.root / "checkpoints"

@@ -42,10 +42,11 @@ class RunLog:
         self.is_main = dist.get_rank() == 0
         self.started = self.step_started = self.last_line = time.monotonic()
         self.last_loss: float | None = None
+        self.completed = first
         self.wandb: Any = None
         if self.is_main:
             keep_before(run_dir.metrics, first)
-            self.file = run_dir.metrics.open("a", encoding="utf-8")
+            self.rows = RowFile(run_dir.metrics)
             self.wandb = start_wandb(run, run_dir) if run.wandb_project else None
             print("First batch loaded, starting first train step", flush=True)
 
@@ -53,12 +54,11 @@ class RunLog:
         """Record one optimizer step."""
         now = time.monotonic()
         seconds, self.step_started = now - self.step_started, now
-        self.last_loss = result.loss
+        self.last_loss, self.completed = result.loss, result.step + 1
         if not self.is_main:
             return
         row = self._row(result, seconds)
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        self.rows.add(row)
         completed, total = result.step + 1, self.num_steps
         if completed % self.run.log_every == 0 or completed in (total, self.run.stop_after):
             self._line(completed, f"loss={result.loss:.3f}")
@@ -120,25 +120,60 @@ class RunLog:
         }
         never_stop(lambda: self.wandb.log(values))
 
-    def stopped(self, completed: int, why: str) -> None:
+    @property
+    def seconds(self) -> float:
+        """Time since the first step of this process began."""
+        return time.monotonic() - self.started
+
+    def stopped(self, why: str) -> None:
         """Say that the run ended before its last step."""
         if self.is_main:
-            print(f"[stop] {why} after {completed} steps: start it again to go on", flush=True)
+            print(f"[stop] {why} after {self.completed} steps: start it again to go on", flush=True)
         self._close()
 
-    def finished(self, completed: int) -> None:
+    def finished(self) -> None:
         """Write the final marker and say so."""
-        seconds = time.monotonic() - self.started
+        seconds = self.seconds
         if self.is_main:
-            manifest.write_finished(self.run_dir, completed, seconds, self.last_loss)
-            print(f"[done] {completed} steps in {hms(seconds)}", flush=True)
+            manifest.write_finished(self.run_dir, self.completed, seconds, self.last_loss)
+            print(f"[done] {self.completed} steps in {hms(seconds)}", flush=True)
         self._close()
 
     def _close(self) -> None:
         if self.is_main:
-            self.file.close()
+            self.rows.close()
         if self.wandb is not None:
             never_stop(self.wandb.finish)
+
+
+class RowFile:
+    """A file of JSON lines that outlives a full disk: rows wait in memory until there is room."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._told = False
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a row, with those that could not be written before."""
+        self._waiting += json.dumps(row).encode() + b"\n"
+        end = self._file.seek(0, 2)
+        try:
+            written = self._file.write(self._waiting)
+        except OSError:
+            written = 0
+        if written == len(self._waiting):
+            self._waiting = b""
+            return
+        self._file.truncate(end)  # no half line
+        if not self._told:
+            self._told = True
+            name = self._file.name
+            print(f"[metrics] {name} cannot be written; its rows wait in memory", flush=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def start_wandb(run: RunConfig, run_dir: RunDir) -> Any:

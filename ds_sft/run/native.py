@@ -1,4 +1,4 @@
-"""Reads the fp32 masters out of a native checkpoint, without DeepSpeed and without its world size.
+"""Reads masters and moments out of a native checkpoint, without DeepSpeed and its world size.
 
 Owns the layout of a `step-N/` directory as DeepSpeed 0.19 writes it under ZeRO-3: each rank's
 `*_optim_states.pt` holds flat fp32 groups, in which the rank's parts of all parameters follow each
@@ -23,6 +23,8 @@ from ds_sft.errors import CheckpointError
 from ds_sft.run.hf_format import ExportSource, read_json_object
 from ds_sft.run.resume import FORMAT, META_NAME
 
+MASTERS = "fp32"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
 
 
@@ -40,13 +42,15 @@ class NativeCheckpoint:
     """Where each parameter's part begins in the chain of a rank's flat groups."""
     buffers: dict[str, torch.Tensor]
     """Persistent buffers by name (few models have any)."""
-    flat_groups: list[list[torch.Tensor]]
-    """[rank][group] flat fp32 masters, mapped from the files."""
+    flat_groups: dict[str, list[list[torch.Tensor]]]
+    """By kind (masters, each moment): [rank][group] flat fp32, mapped from the files."""
+    adam_step: int
+    """Updates that the moments have seen."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks that wrote the checkpoint."""
-        return len(self.flat_groups)
+        return len(self.flat_groups[MASTERS])
 
     @classmethod
     def open(cls, path: Path) -> NativeCheckpoint:
@@ -63,11 +67,17 @@ class NativeCheckpoint:
             for name, shape in group.items()
         }
         module = model_states["module"]
-        flat_groups = []
+        flat_groups: dict[str, list[list[torch.Tensor]]] = {k: [] for k in (MASTERS, *MOMENTS)}
+        steps: set[int] = set()
         for rank, file in enumerate(rank_files(path, "optim", world_size)):
-            groups = load_states(file)["optimizer_state_dict"]["fp32_flat_groups"]
-            _check_total(file, rank, groups, shapes, world_size)
-            flat_groups.append(groups)
+            states = load_states(file)["optimizer_state_dict"]
+            _check_total(file, rank, states["fp32_flat_groups"], shapes, world_size)
+            flat_groups[MASTERS].append(states["fp32_flat_groups"])
+            adam_states = states.get("optimizer_state_dict", {}).get("state", {})
+            adam = [state for _, state in sorted(adam_states.items())]
+            steps |= {int(state["step"]) for state in adam}
+            for key in MOMENTS:
+                flat_groups[key].append([state[key] for state in adam])
         return cls(
             path=path,
             meta=meta,
@@ -75,13 +85,25 @@ class NativeCheckpoint:
             offsets=_offsets(shapes, world_size),
             buffers={name: module[name] for name in model_states["buffer_names"]},
             flat_groups=flat_groups,
+            adam_step=max(steps, default=0),
         )
 
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+    def part(self, name: str, start: int, size: int, kind: str) -> torch.Tensor:
+        """`size` values of a flat parameter from `start` on, with zeros beyond its end [size]."""
+        out = torch.zeros(size)
+        begin = 0  # of a piece, in the flat parameter
+        for piece in self.pieces(name, kind):
+            low, high = max(start, begin), min(start + size, begin + piece.numel())
+            if low < high:
+                out[low - start : high - start] = piece[low - begin : high - begin]
+            begin += piece.numel()
+        return out
+
+    def pieces(self, name: str, kind: str = MASTERS) -> Iterator[torch.Tensor]:
         """Yield the fp32 values of one parameter in row-major order, as slices of the files."""
         left = math.prod(self.shapes[name])
         part = math.ceil(left / self.world_size)
-        for groups in self.flat_groups:
+        for groups in self.flat_groups[kind]:
             start = self.offsets[name]
             wanted = min(part, left)
             left -= wanted

@@ -18,6 +18,7 @@ from ds_sft.flags import RunConfig
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 from ds_sft.run.layout import RunDir, labels_in, step_dir
+from ds_sft.run.seal import check_sizes
 
 META_NAME = "meta.json"
 FORMAT = 1
@@ -41,14 +42,21 @@ class ResumePoint:
     """Its meta.json."""
 
 
-def find(run: RunConfig) -> ResumePoint | None:
-    """The checkpoint that `--resume` means; None for a fresh start.
+def find(run: RunConfig, before: int | None = None) -> tuple[ResumePoint | None, list[str]]:
+    """The checkpoint that `--resume` means, and a line for each newer one that is not whole.
 
-    Raises CheckpointError for a path without a whole checkpoint, ConfigError for `none` on a
-    directory that holds a run, and for a path when that directory holds something newer.
+    The point is None for a fresh start. `before` looks only at those with fewer completed steps.
+    Raises CheckpointError for a path without a whole checkpoint, or when there are checkpoints and
+    none is whole; ConfigError for `none` on a directory that holds a run, and for a path when that
+    directory holds something newer.
     """
-    points = _whole_points(run.out)
-    newest = max(points, key=lambda point: point.completed, default=None)
+    points, broken = _points(run.out, before)
+    newest = points[0] if points else None
+    if broken and not points and run.resume == "auto":
+        raise CheckpointError(
+            f"{run.out} holds {len(broken)} checkpoints and none is whole ({broken[0]}): bring one "
+            "back from a copy, or use another --out"
+        )
     if run.resume not in ("auto", "none"):
         point = read_point(Path(run.resume))
         if newest is not None and newest.completed > point.completed:
@@ -57,25 +65,37 @@ def find(run: RunConfig) -> ResumePoint | None:
                 f"--resume {run.resume} goes back to {point.completed} steps, but {newest.path} "
                 "is newer: use --resume auto to go on from that one, or another --out to branch off"
             )
-        return point
+        return point, []
     if points and run.resume == "none":
         raise ConfigError(
             f"--resume none, but {run.out} holds a run with {len(points)} checkpoints: "
             "use another --out, or --resume auto to go on"
         )
-    return newest
+    return newest, broken
 
 
-def _whole_points(out: Path | None) -> list[ResumePoint]:
-    """Every whole checkpoint of a run directory, permanent ones first."""
+def _points(out: Path | None, before: int | None) -> tuple[list[ResumePoint], list[str]]:
+    """Checkpoints of a run directory that are whole by their sizes, the newest first.
+
+    Besides, a line for each one that is not and that is newer than all which are.
+    """
     if out is None:
-        return []
-    return [
-        read_point(step_dir(parent, label))
+        return [], []
+    found = [
+        (label, parent)
         for parent in (RunDir(out).checkpoints, RunDir(out).temporary)
         for label in labels_in(parent)
-        if (step_dir(parent, label) / META_NAME).is_file()
+        if before is None or label + 1 < before
     ]
+    points: list[ResumePoint] = []
+    broken: list[str] = []
+    for label, parent in sorted(found, reverse=True):
+        try:
+            points.append(read_point(step_dir(parent, label)))
+        except CheckpointError as error:
+            if not points:
+                broken.append(f"passed over: {error}")
+    return points, broken
 
 
 def read_point(path: Path) -> ResumePoint:
@@ -93,6 +113,7 @@ def read_point(path: Path) -> ResumePoint:
         raise CheckpointError(
             f"{path} has checkpoint format {meta.get('format')}, this version reads {FORMAT}"
         )
+    check_sizes(path, meta.get("files", {}))
     return ResumePoint(path=path, completed=completed, meta=meta)
 
 
@@ -103,14 +124,13 @@ def check(
     world_size: int,
     data_sha256: str,
     model_config: dict[str, Any] | None,
-    layout: dict[str, Any],
     allow_change: tuple[str, ...],
 ) -> list[str]:
     """Compare a checkpoint with the run; returns a line per change that was allowed.
 
-    `layout` is `engine.config.optimizer_layout` of the run. Raises CheckpointError when the
-    checkpoint is of another model, world size or layout, ConfigError when the recipe or the data
-    differ and `allow_change` does not name them.
+    Another world size, offload or sub-group size moves no loss beyond rounding and is allowed.
+    Raises CheckpointError when the checkpoint is of another model, ConfigError when the recipe or
+    the data differ and `allow_change` does not name them.
     """
     meta, where = point.meta, point.path
     known = {"data", *(f.name for f in dataclasses.fields(Recipe))}
@@ -121,12 +141,6 @@ def check(
         )
     if model_config is not None:
         _check_architecture(where, meta["model"]["config.json"], model_config)
-    if meta["world_size"] != world_size:
-        raise CheckpointError(
-            f"{where} was written by {meta['world_size']} ranks and this run has {world_size}: "
-            f"start it on {meta['world_size']} ranks"
-        )
-    _check_layout(where, meta.get("optimizer_layout", layout), layout)
     old = {"data": meta["data_manifest_sha256"][:12], **meta["recipe"]}
     new = {"data": data_sha256[:12], **dataclasses.asdict(recipe)}
     changed = [n for n in new if n in old and new[n] != old[n] and n not in FREE_FIELDS]
@@ -137,6 +151,8 @@ def check(
                 f"or --allow-change {name}"
             )
     lines = [f"{name} changes from {old[name]} to {new[name]}" for name in changed]
+    if meta["world_size"] != world_size:
+        lines.append(f"{where} was written by {meta['world_size']} ranks, {world_size} read it")
     if changed:
         before = recipe.replace(**{name: old[name] for name in changed if name != "data"})
         step = point.completed
@@ -145,15 +161,6 @@ def check(
             f"{_lr(recipe, step):.6g} now"
         )
     return lines
-
-
-def _check_layout(where: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    for name, value in new.items():
-        if old.get(name) != value:
-            raise CheckpointError(
-                f"{where} was written with {name} {old.get(name)} and --deepspeed-config means "
-                f"{value}: use the JSON that the run was started with, its run.json holds it"
-            )
 
 
 def _lr(recipe: Recipe, step: int) -> float:

@@ -9,7 +9,9 @@ all; a checkpoint whose export is missing is never pruned. Leaves the writing to
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,21 @@ import torch.distributed as dist
 from ds_sft.data.model_files import ModelFiles
 from ds_sft.data.packed import PackedDataset
 from ds_sft.engine.build import say
-from ds_sft.engine.config import optimizer_layout
-from ds_sft.errors import CheckpointError
+from ds_sft.errors import CheckpointError, SavingFailed
 from ds_sft.flags import RunConfig
-from ds_sft.recipe.cadence import is_due, timer_fired
+from ds_sft.recipe.cadence import is_due, labels, timer_fired
 from ds_sft.recipe.recipe import Recipe
-from ds_sft.run import checkpoint, manifest
+from ds_sft.run import checkpoint, manifest, reshard, resume
 from ds_sft.run.export import export_live
 from ds_sft.run.hf_format import ExportSource, check_source
 from ds_sft.run.layout import RunDir, labels_in, step_dir
+from ds_sft.run.native import NativeCheckpoint
 from ds_sft.run.resume import ResumePoint
+from ds_sft.run.seal import check_hashes
 
+MAX_FAILURES = 3
+CHECKPOINT_BYTES_PER_PARAMETER = 12  # master and two moments, float32
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PATIENT_TIMEOUT = timedelta(days=2)  # a rank may write that long while the others wait
 
 
@@ -52,9 +58,11 @@ class Saver:
         self.dir = RunDir(run.run_dir)
         self.is_main = dist.get_rank() == 0
         self.last_save = time.monotonic()
-        self.failed_exports: list[int] = []
+        self.saved = 0
+        self.failures_in_a_row = 0
+        self.seconds_saving = 0.0
         # Gloo, beside the engine's own backend: its barrier waits on the CPU, for days if need be.
-        self._patient = dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT)
+        self.patient = dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT)
         generation_config = model.directory / "generation_config.json"
         self.source = ExportSource(
             config=model.config,
@@ -65,14 +73,15 @@ class Saver:
 
     def barrier(self) -> None:
         """Wait for all ranks, for as long as it takes one of them to write."""
-        dist.barrier(group=self._patient)
+        dist.barrier(group=self.patient)
 
     def resume(self, point: ResumePoint | None) -> int:
         """Load the checkpoint, if there is one; returns the number of completed steps."""
         first = 0
+        point = self._whole(point)
         if point is not None:
-            checkpoint.load(self.engine, point)
-            first = point.completed
+            reshard.load(self.engine, NativeCheckpoint.open(point.path))
+            first = self.saved = point.completed
             say(f"[init] resumed from {point.path} at step {first}")
         if self.is_main:
             for parent in (self.dir.checkpoints, self.dir.exports):
@@ -87,57 +96,137 @@ class Saver:
         self.barrier()
         return first
 
+    def _whole(self, point: ResumePoint | None) -> ResumePoint | None:
+        """`point`, or the newest one before it whose files have the hashes of their marker."""
+        while point is not None and self.run.verify_on_resume == "hash":
+            started = time.monotonic()
+            problem = None
+            try:
+                check_hashes(
+                    point.path, point.meta.get("files", {}), dist.get_rank(), dist.get_world_size()
+                )
+            except CheckpointError as error:
+                problem = str(error)
+            problems: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(problems, problem)
+            found = next((p for p in problems if p), None)
+            if found is None:
+                say(f"[init] {point.path} is whole ({time.monotonic() - started:.1f} s of hashing)")
+                break
+            if self.run.resume != "auto":
+                raise CheckpointError(f"{point.path} is not whole: {found}")
+            say(f"[init] passed over: {found}")
+            point, _ = resume.find(self.run, before=point.completed)
+        return point
+
     def timer_fired(self) -> bool:
         """Whether a temporary checkpoint is due, by this process' clock."""
         return timer_fired(time.monotonic(), self.last_save, self.run.temp_checkpoint_minutes)
 
     def checkpoint(self, label: int, *, temporary: bool) -> None:
-        """Save a native checkpoint, then delete what it replaces."""
-        started = time.monotonic()
+        """Save a native checkpoint, then delete what it replaces.
+
+        A failure is said and tried again at the next due moment, since the run itself is healthy;
+        the third in a row raises SavingFailed.
+        """
         parent = self.dir.temporary if temporary else self.dir.checkpoints
         final = step_dir(parent, label)
-        meta = {
+        started = time.monotonic()
+        try:
+            self._require_space(self.model.num_parameters * CHECKPOINT_BYTES_PER_PARAMETER)
+            size = checkpoint.save(
+                self.engine, final, meta=self._meta(label, temporary=temporary),
+                model_dir=self.model.directory, tokenizer_dir=self.source.tokenizer_dir,
+                barrier=self.barrier,
+            )  # fmt: skip
+        except CheckpointError as error:
+            self.failures_in_a_row += 1
+            if self.failures_in_a_row == MAX_FAILURES:
+                raise SavingFailed(
+                    f"{MAX_FAILURES} checkpoints in a row failed, the last because: {error}: make "
+                    "room and start again; the newest whole checkpoint is kept"
+                ) from error
+            say(f"[checkpoint] FAILED: {error}; the training goes on and tries again")
+            return
+        self.failures_in_a_row, self.saved = 0, label + 1
+        self.last_save = time.monotonic()
+        if self.is_main:
+            checkpoint.drop_temporary(self.dir.temporary, label if temporary else None)
+            checkpoint.prune(self.dir.checkpoints, self.run.keep_checkpoints, self._export_missing)
+        self._account("checkpoint", final, size, started)
+
+    def _meta(self, label: int, *, temporary: bool) -> dict[str, Any]:
+        return {
             "label": label,
             "completed": label + 1,
             "world_size": dist.get_world_size(),
             "compute_dtype": self.recipe.compute_dtype,
-            "optimizer_layout": optimizer_layout(self.ds_config),
             "data_manifest_sha256": self.data.manifest_sha256,
             "recipe": dataclasses.asdict(self.recipe),
             "model": {"config.json": self.model.config},
             "tokenizer_source": str(self.source.tokenizer_dir),
             "temporary": temporary,
         }
-        checkpoint.save(
-            self.engine, final, meta=meta, model_dir=self.model.directory,
-            tokenizer_dir=self.source.tokenizer_dir, barrier=self.barrier,
-        )  # fmt: skip
-        self.last_save = time.monotonic()
+
+    def before_stopping(self, completed: int) -> None:
+        """Save the last completed step, unless nothing happened since the last save."""
+        if completed > self.saved:
+            self.checkpoint(completed - 1, temporary=True)
+
+    def _require_space(self, needed: int) -> None:
+        """Raise CheckpointError on every rank unless rank 0's disk has `needed` bytes."""
+        free: list[int] = [0]
         if self.is_main:
-            checkpoint.drop_temporary(self.dir.temporary, label if temporary else None)
-            checkpoint.prune(self.dir.checkpoints, self.run.keep_checkpoints, self._export_missing)
-        say(f"[checkpoint] wrote {final} in {self.last_save - started:.1f} s")
+            free = [shutil.disk_usage(self.dir.root).free]
+        dist.broadcast_object_list(free, src=0, device=self.engine.device)
+        if free[0] < needed:
+            raise CheckpointError(
+                f"{self.dir.root} has {free[0] / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed"
+            )
+
+    def _account(self, kind: str, path: Path, size: int, started: float) -> None:
+        seconds = time.monotonic() - started
+        self.seconds_saving += seconds
+        if kind == "checkpoint":
+            speed = size / 1e6 / max(seconds, 1e-9)
+            amount = f"{size / 1e9:.2f} GB, {speed:.0f} MB/s"
+            say(f"[checkpoint] wrote {path} in {seconds:.1f} s ({amount})")
 
     def _export_missing(self, label: int) -> bool:
         """Whether `label` should have an export and has none."""
         due = is_due(label, self.recipe.num_train_steps, self.recipe.steps_per_hf_export)
         return due and label not in labels_in(self.dir.exports)
 
-    def export(self, label: int) -> None:
-        """Write hf/step-<label>; a failure is reported, kept in mind, and does not end the run."""
+    def export(self, label: int, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Write hf/step-<label>; a failure is reported and does not end the run.
+
+        `interrupted` is asked on all ranks after each tensor, with the same answer.
+        """
         out = step_dir(self.dir.exports, label)
+        started = time.monotonic()
         try:
+            self._require_space(self.model.num_parameters * BYTES[self.run.hf_export_dtype])
             export_live(
                 self.engine, out, dtype=self.run.hf_export_dtype, source=self.source,
-                barrier=self.barrier,
+                barrier=self.barrier, interrupted=interrupted,
             )  # fmt: skip
         except CheckpointError as error:
-            self.failed_exports.append(label)
             say(f"[export] FAILED: {error}; the training goes on")
+        self._account("export", out, 0, started)
 
-    def report_failures(self) -> None:
-        """Say which exports are missing, and the command that makes each."""
-        for label in self.failed_exports:
+    def report(self, seconds: float) -> None:
+        """Time lost to saving, and the exports that are missing with the command for each."""
+        share = self.seconds_saving / max(seconds, 1e-9)
+        say(f"[done] saving and exporting took {self.seconds_saving:.1f} s, {share:.1%} of the run")
+        if not self.is_main:
+            return
+        exported, saved = labels_in(self.dir.exports), labels_in(self.dir.checkpoints)
+        steps, every = self.recipe.num_train_steps, self.recipe.steps_per_hf_export
+        for label in labels(steps, every):
+            if label in exported:
+                continue
             out = step_dir(self.dir.exports, label)
             source = step_dir(self.dir.checkpoints, label)
-            say(f"[export] missing: ds-sft export --checkpoint {source} --out {out}")
+            how = f"ds-sft export --checkpoint {source} --out {out}"
+            how = how if label in saved else "its checkpoint is gone too"
+            print(f"[export] {out} is missing: {how}", flush=True)

@@ -16,9 +16,10 @@ import torch
 
 from ds_sft.data.packed import MANIFEST, PackedDataset, check_hashes
 from ds_sft.errors import CheckpointError, DataError
+from ds_sft.run import seal
 from ds_sft.run.atomic import PARTIAL_SUFFIX
-from ds_sft.run.hf_format import check_source
-from ds_sft.run.native import META_NAME, NativeCheckpoint, load_states, rank_files
+from ds_sft.run.hf_format import check_source, read_json_object
+from ds_sft.run.native import MASTERS, META_NAME, NativeCheckpoint, load_states, rank_files
 from ds_sft.run.verify_export import verify_export
 
 
@@ -36,7 +37,7 @@ def verify(path: Path) -> list[str]:
     if (path / META_NAME).exists() or any(path.glob("*_optim_states.pt")):
         return verify_native(path)
     if (path / "config.json").exists() or any(path.glob("*.safetensors")):
-        return verify_export(path)
+        return [*verify_export(path), *_verify_seal(path)]
     if (path / "run.json").exists() or (path / "checkpoints").exists():
         raise CheckpointError(f"{path} is a run directory: name one of its checkpoints/ or hf/")
     raise CheckpointError(
@@ -45,17 +46,31 @@ def verify(path: Path) -> list[str]:
     )
 
 
+def _verify_seal(path: Path) -> list[str]:
+    """Compare an export with its list of files; one from elsewhere has none."""
+    if not (path / seal.CHECKSUMS).is_file():
+        return [f"no {seal.CHECKSUMS}: sizes and hashes were not compared"]
+    files = read_json_object(path / seal.CHECKSUMS)
+    seal.check_sizes(path, files)
+    seal.check_hashes(path, files)
+    return [f"{len(files)} files have the size and the sha256 that were written"]
+
+
 def verify_native(path: Path) -> list[str]:
     """Check a native checkpoint: every rank's files, the masters' values, what exports need."""
     checkpoint = NativeCheckpoint.open(path)
+    files = checkpoint.meta.get("files", {})
+    seal.check_sizes(path, files)
+    seal.check_hashes(path, files)
     world_size = checkpoint.world_size
     for file in rank_files(path, "model", world_size):
         load_states(file)
-    for rank, groups in enumerate(checkpoint.flat_groups):
+    masters = checkpoint.flat_groups[MASTERS]
+    for rank, groups in enumerate(masters):
         for index, group in enumerate(groups):
             if group.numel() and not all(torch.isfinite(b) for b in torch.aminmax(group)):
                 raise CheckpointError(f"{path}: master group {index} of rank {rank} is not finite")
-    numel = sum(group.numel() for groups in checkpoint.flat_groups for group in groups)
+    numel = sum(group.numel() for groups in masters for group in groups)
     label, completed = checkpoint.meta.get("label"), checkpoint.meta.get("completed")
     if not isinstance(label, int) or completed != label + 1:
         raise CheckpointError(
@@ -66,6 +81,7 @@ def verify_native(path: Path) -> list[str]:
     return [
         f"native checkpoint of label {label}, {completed} completed steps",
         f"files of {world_size} ranks: all there, all readable",
+        f"{len(files)} files have the size and the sha256 that were written",
         f"{len(checkpoint.shapes)} parameters, {numel:,} fp32 master values: complete, finite",
         "config, tokenizer and chat template for exports",
     ]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ds_sft.data.collate import IGNORE, collate
-from ds_sft.data.packed import PackedDataset, PackedWriter
+from ds_sft.data.packed import PackedDataset
+from ds_sft.data.packed_writer import PackedWriter
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny_qwen3" / "packed_data.npz"
 

@@ -10,7 +10,7 @@ import pytest
 
 from ds_sft.data import inspect
 from ds_sft.data.inspect import InspectFlags
-from ds_sft.data.packed import PackedWriter
+from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.data.tokenizer import load_backend
 from ds_sft.errors import ConfigError, DataError
 

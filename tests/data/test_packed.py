@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ds_sft.data import packed
-from ds_sft.data.packed import PackedDataset, PackedWriter, check_hashes
+from ds_sft.data.packed import PackedDataset, check_hashes
+from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.errors import DataError
 
 

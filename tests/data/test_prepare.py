@@ -323,7 +323,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("ds_sft.data.packed._fsync", full)
+    monkeypatch.setattr("ds_sft.data.packed_writer._fsync", full)
     with pytest.raises(DataError, match=r"data cannot be written .*No space left on device"):
         run(tmp_path, [chat("a", "b")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def point(parent: Path, label: int, **meta: object) -> Path:
 
 
 def find(out: Path) -> resume.ResumePoint | None:
-    return resume.find(RunConfig(data=Path("data"), out=out))
+    return resume.find(RunConfig(data=Path("data"), out=out))[0]
 
 
 def test_labels_are_numbers_and_partial_directories_are_none(tmp_path: Path) -> None:
@@ -57,17 +58,44 @@ def test_what_has_no_marker_is_not_whole(tmp_path: Path) -> None:
     assert found.path == whole
 
 
-def test_a_marker_that_says_nothing_is_an_error_with_its_path(tmp_path: Path) -> None:
-    directory = point(RunDir(tmp_path).checkpoints, 3)
-    for text in ("{", "[]", '{"format": 1}', '{"completed": "x"}'):
-        (directory / "meta.json").write_text(text)
-        with pytest.raises(CheckpointError, match=r"step-3/meta\.json"):
-            find(tmp_path)
+BROKEN = {
+    "no JSON": (lambda d: (d / "meta.json").write_text("{"), r"step-6/meta\.json cannot be read"),
+    "no object": (
+        lambda d: (d / "meta.json").write_text("[]"),
+        r"step-6/meta\.json cannot be read",
+    ),
+    "no numbers": (lambda d: (d / "meta.json").write_text('{"completed": "x"}'), "cannot be read"),
+    "no marker": (lambda d: (d / "meta.json").unlink(), r"step-6 has no meta\.json"),
+    "missing file": (lambda d: (d / "a").unlink(), "step-6/a is missing"),
+    "wrong size": (lambda d: (d / "a").write_text("abcd"), "a has 4 bytes, 3 were written"),
+}
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    point(RunDir(tmp_path).checkpoints, 3, format=2)
-    with pytest.raises(CheckpointError, match="format 2, this version reads 1"):
+@pytest.mark.parametrize("damage", BROKEN)
+def test_a_broken_checkpoint_is_passed_over_with_its_reason_and_left_alone(
+    tmp_path: Path, damage: str
+) -> None:
+    spoil, words = BROKEN[damage]
+    older = point(RunDir(tmp_path).checkpoints, 3)
+    newest = point(RunDir(tmp_path).checkpoints, 6, files={"a": [3, "0"]})
+    (newest / "a").write_text("abc")
+    run = RunConfig(data=Path("data"), out=tmp_path)
+    assert resume.find(run)[0].path == newest
+    spoil(newest)
+    found, passed_over = resume.find(run)
+    assert found is not None
+    assert found.path == older
+    assert len(passed_over) == 1
+    assert re.search(words, passed_over[0])
+    assert newest.is_dir()
+
+
+def test_a_run_whose_checkpoints_are_all_broken_does_not_start_again_from_zero(
+    tmp_path: Path,
+) -> None:
+    for label in (3, 6):
+        point(RunDir(tmp_path).checkpoints, label, format=2)
+    with pytest.raises(CheckpointError, match=r"2 checkpoints and none is whole .*format 2"):
         find(tmp_path)
 
 

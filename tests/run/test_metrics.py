@@ -73,7 +73,7 @@ def test_other_ranks_write_and_say_nothing(
     as_rank(1)
     log = RunLog(config(wandb_project="sft"), 2, 0, NO_MONITOR, None)
     log.step(result(0))
-    log.finished(2)
+    log.finished()
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -142,6 +142,6 @@ def test_missing_wandb_is_said_once(
     log = RunLog(config(wandb_project="sft"), 2, 0, NO_MONITOR, None)
     for step in range(2):
         log.step(result(step))
-    log.finished(2)
+    log.finished()
     assert capsys.readouterr().out.count("[wandb] not installed") == 1
     assert RunDir(tmp_path).finished.is_file()

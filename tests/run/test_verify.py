@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_sft.data.packed import PackedDataset, PackedWriter
+from ds_sft.data.packed import PackedDataset
+from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.errors import CheckpointError, DataError
 from ds_sft.run.hf_format import write_tokenizer
 from ds_sft.run.verify import verify

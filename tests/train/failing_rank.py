@@ -24,9 +24,9 @@ def main(argv: list[str]) -> None:
     elif (rank, where) == ("1", "save"):
         real_save = checkpoint.save
 
-        def save(engine: Any, *args: Any, **kwargs: Any) -> None:
-            engine.save_checkpoint = full_disk
-            real_save(engine, *args, **kwargs)
+        def save(engine: Any, *args: Any, **kwargs: Any) -> int:
+            engine.checkpoint_engine.save = full_disk
+            return real_save(engine, *args, **kwargs)
 
         saver.checkpoint.save = save
     elif (rank, where) == ("0", "publish"):

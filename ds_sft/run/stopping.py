@@ -1,0 +1,84 @@
+"""Wishes to stop: signals, a launcher that is gone, and the file `<out>/stop`.
+
+Owns when a run stops early. DeepSpeed's launchers do not pass signals on faithfully: SIGTERM to
+`deepspeed` ends it and leaves `launch.py` and the ranks behind; so a rank also watches whether the
+processes that started it are still its ancestors. A wish of one rank becomes everybody's in
+`agreed`, a collective that all ranks reach at the same microbatch.
+
+Invariant: a second signal changes nothing, since launchers send theirs after the terminal's; the
+save that is going on is worth more than the seconds. Leaves saving to `saver`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+EXIT_CODE = 75
+"""Stopped after saving: start it again and it goes on (EX_TEMPFAIL of sysexits.h)."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+REASONS = ("", *(s.name for s in SIGNALS), "the launcher is gone", "the file `stop` appeared")
+
+
+class Stopping:
+    """The wish to stop of this process, and of all ranks."""
+
+    def __init__(self, stop_file: Path) -> None:
+        """Take over the signals; a `stop` left by an earlier run is removed by rank 0."""
+        self._code = 0
+        self._stop_file = stop_file
+        # Without a launcher the parent is a shell, whose end (a closed terminal) means nothing.
+        self._launched = "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE") is not None
+        self._ancestors = ancestors()
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+        if os.environ.get("RANK", "0") == "0":
+            stop_file.unlink(missing_ok=True)
+        self._group: dist.ProcessGroup | None = None
+
+    def use_group(self, group: dist.ProcessGroup) -> None:
+        """The CPU group over which ranks agree from now on."""
+        self._group = group
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._code = self._code or 1 + SIGNALS.index(signal.Signals(number))
+
+    def _wish(self) -> int:
+        if not self._code and self._launched and ancestors() != self._ancestors:
+            self._code = REASONS.index("the launcher is gone")
+        if not self._code and dist.get_rank() == 0 and self._stop_file.exists():
+            self._code = REASONS.index("the file `stop` appeared")
+        return self._code
+
+    def agreed(self) -> bool:
+        """Whether any rank wishes to stop; every rank must call it, and all get the same answer."""
+        code = torch.tensor([self._wish()])
+        dist.all_reduce(code, op=dist.ReduceOp.MAX, group=self._group)
+        self._code = int(code)
+        return self._code > 0
+
+    @property
+    def reason(self) -> str:
+        """Why the run stops, in words; empty when nobody wished it."""
+        return REASONS[self._code]
+
+    @property
+    def exit_code(self) -> int:
+        """What the process ends with when it stops before its last step."""
+        return EXIT_CODE if self._code else 0
+
+
+def ancestors() -> tuple[int, int]:
+    """The parent and its parent: `launch.py` and `deepspeed`, or pdsh's remote shell."""
+    parent = os.getppid()
+    try:
+        # pid (command) state ppid ...: the command may hold spaces and brackets.
+        stat = Path(f"/proc/{parent}/stat").read_text()
+        return parent, int(stat.rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return parent, 0

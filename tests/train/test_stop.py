@@ -1,0 +1,117 @@
+"""A run that is asked to stop saves, leaves in seconds, and goes on with the same numbers."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import harness
+import psutil
+import pytest
+from harness import Running
+
+from ds_sft.run.layout import labels_in
+
+pytestmark = pytest.mark.slow
+# Many microbatches in a step, so that most signals come in the middle of one.
+SLOW_STEPS = {"--train-batch-size": 96, "--num-train-steps": 8, "--steps-per-checkpoint": 100}
+SECONDS_TO_LEAVE = 30
+
+
+def ranks_of(run: Running) -> list[psutil.Process]:
+    tree = run.tree()
+    found = [p for p in tree if "--local_rank" in " ".join(p.cmdline())]
+    return sorted(found, key=lambda p: " ".join(p.cmdline()))
+
+
+def launcher_of(run: Running) -> psutil.Process:
+    return next(p for p in run.tree() if "deepspeed.launcher.launch" in p.cmdline())
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> float:
+    started = time.monotonic()
+    _, alive = psutil.wait_procs(processes, timeout=SECONDS_TO_LEAVE)
+    assert not alive, alive
+    return time.monotonic() - started
+
+
+WAYS: dict[str, Callable[[Running, Path], None]] = {
+    "SIGTERM to one rank": lambda run, out: ranks_of(run)[1].send_signal(signal.SIGTERM),
+    "SIGUSR1 to one rank": lambda run, out: ranks_of(run)[0].send_signal(signal.SIGUSR1),
+    "SIGTERM to launch.py": lambda run, out: launcher_of(run).send_signal(signal.SIGTERM),
+    "SIGKILL to launch.py": lambda run, out: launcher_of(run).send_signal(signal.SIGKILL),
+    "SIGTERM to deepspeed": lambda run, out: run.process.send_signal(signal.SIGTERM),
+    "touch stop": lambda run, out: (out / "stop").touch(),
+}
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("straight") / "run"
+    done = harness.launch(2, *harness.flags(tiny_model, tiny_data, out, SLOW_STEPS))
+    assert done.returncode == 0, done.stdout[-3000:]
+    return out
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stopped_run_saves_leaves_soon_and_goes_on_bit_identically(
+    way: str, straight: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    words = harness.flags(tiny_model, tiny_data, out, SLOW_STEPS)
+    with Running(2, *words) as run:
+        run.wait_for("Progress on:train 3it")
+        ranks = ranks_of(run)
+        assert len(ranks) == 2
+        WAYS[way](run, out)
+        wait_until_gone(ranks)
+    saved = labels_in(out / "checkpoints-temp")
+    assert len(saved) == 1
+    assert 2 <= saved[0] < 7
+    assert not (out / "finished").exists()
+    done = harness.launch(2, *words)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert (
+        f"resumed from {out}/checkpoints-temp/step-{saved[0]} at step {saved[0] + 1}" in done.stdout
+    )
+    for column in ("label", "loss", "lr", "grad_norm"):
+        assert [r[column] for r in harness.metrics(out)] == [
+            r[column] for r in harness.metrics(straight)
+        ]
+    got, want = (run_dir / "hf/step-7/model.safetensors" for run_dir in (out, straight))
+    assert got.read_bytes() == want.read_bytes()
+
+
+def test_in_a_step_of_minutes_the_ranks_leave_with_75_in_seconds_and_a_second_signal_is_harmless(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    long_step = {"--train-batch-size": 20_000, "--num-train-steps": 2}
+    with Running(2, *harness.flags(tiny_model, tiny_data, out, long_step)) as run:
+        run.wait_for("First batch loaded")
+        time.sleep(2)
+        ranks = ranks_of(run)
+        for _ in range(2):
+            ranks[0].send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        seconds = wait_until_gone(ranks)
+        run.wait_for("[stop] SIGTERM after 0 steps")
+        run.process.wait(timeout=30)
+    assert seconds < SECONDS_TO_LEAVE
+    assert run.process.returncode == 75
+    assert harness.metrics(out) == []
+
+
+def test_a_second_start_is_refused_while_orphans_of_the_first_are_alive(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    words = harness.flags(tiny_model, tiny_data, out, SLOW_STEPS)
+    with Running(2, *words) as run:
+        run.wait_for("Progress on:train 1it")
+        done = harness.launch(2, *words)
+        assert done.returncode == 2, done.stdout[-2000:]
+        assert f"error: another run of --out {out} is alive" in done.stdout
+        assert "step-" not in "".join(p.name for p in out.rglob("*.partial"))
