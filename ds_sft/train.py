@@ -115,10 +115,11 @@ def train(plan: Plan) -> int:
         if log.completed < schedule.num_steps:
             saver.before_stopping(log.completed)
             log.stopped(stopping.reason or "--stop-after")
-            return stopping.exit_code
-        log.finished()
-        saver.report(log.seconds)
-        return 0
+        else:
+            log.finished()
+            saver.report(log.seconds)
+        stopping.ignore_signals()
+        return stopping.exit_code if log.completed < schedule.num_steps else 0
 
 
 def already_finished(plan: Plan) -> bool:

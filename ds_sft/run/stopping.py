@@ -30,7 +30,8 @@ class Stopping:
 
     def __init__(self, stop_file: Path) -> None:
         """Take over the signals; a `stop` left by an earlier run is removed by rank 0."""
-        self._code = 0
+        self._wished = 0  # by this process; set by a signal at any moment
+        self._agreed = 0  # by all ranks
         self._stop_file = stop_file
         # Without a launcher the parent is a shell, whose end (a closed terminal) means nothing.
         self._launched = "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE") is not None
@@ -46,31 +47,40 @@ class Stopping:
         self._group = group
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._code = self._code or 1 + SIGNALS.index(signal.Signals(number))
+        self._wished = self._wished or 1 + SIGNALS.index(signal.Signals(number))
 
     def _wish(self) -> int:
-        if not self._code and self._launched and ancestors() != self._ancestors:
-            self._code = REASONS.index("the launcher is gone")
-        if not self._code and dist.get_rank() == 0 and self._stop_file.exists():
-            self._code = REASONS.index("the file `stop` appeared")
-        return self._code
+        if not self._wished and self._launched and ancestors() != self._ancestors:
+            self._wished = REASONS.index("the launcher is gone")
+        if not self._wished and dist.get_rank() == 0 and self._stop_file.exists():
+            self._wished = REASONS.index("the file `stop` appeared")
+        return self._wished
 
     def agreed(self) -> bool:
         """Whether any rank wishes to stop; every rank must call it, and all get the same answer."""
         code = torch.tensor([self._wish()])
         dist.all_reduce(code, op=dist.ReduceOp.MAX, group=self._group)
-        self._code = int(code)
-        return self._code > 0
+        self._agreed = int(code)
+        return self._agreed > 0
 
     @property
     def reason(self) -> str:
         """Why the run stops, in words; empty when nobody wished it."""
-        return REASONS[self._code]
+        return REASONS[self._agreed]
 
     @property
     def exit_code(self) -> int:
         """What the process ends with when it stops before its last step."""
-        return EXIT_CODE if self._code else 0
+        return EXIT_CODE if self._agreed else 0
+
+    def ignore_signals(self) -> None:
+        """From now on signals no longer matter.
+
+        The launcher sends SIGTERM to the ranks that are still on their way out when the first one
+        has left, and a Python that shuts down has given its handlers back.
+        """
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def ancestors() -> tuple[int, int]:
