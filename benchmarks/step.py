@@ -132,7 +132,7 @@ def median_speed(rows: list[dict]) -> float:
 
 def json_lines(text: str) -> list[dict]:
     """The JSON objects among the lines of an output."""
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in text.splitlines() if line.startswith('{"')]
 
 
 def run(command: list, threads: int) -> str:
