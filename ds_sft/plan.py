@@ -30,6 +30,10 @@ from ds_sft.recipe.schedule import Schedule
 from ds_sft.run import resume
 
 
+SECONDS_AFTER_SIGTERM = 30  # then DeepSpeed's launcher kills
+ASSUMED_GB_PER_SECOND = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A run that was checked, with everything derived from its arguments."""
@@ -125,7 +129,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     batches.check_targets(schedule.num_steps)
     _check_place(run)
     point = _check_resume(run, recipe, data, model, world_size, notes)
-    _note_oddities(run, recipe, schedule, batches, notes)
+    _note_oddities(run, recipe, schedule, batches, model, notes)
     return Plan(
         run=run,
         recipe=recipe,
@@ -241,7 +245,12 @@ def existing_parent(path: Path) -> Path:
 
 
 def _note_oddities(
-    run: RunConfig, recipe: Recipe, schedule: Schedule, batches: BatchPlan, notes: list[str]
+    run: RunConfig,
+    recipe: Recipe,
+    schedule: Schedule,
+    batches: BatchPlan,
+    model: ModelFiles | None,
+    notes: list[str],
 ) -> None:
     steps = schedule.num_steps
     saved = set(cadence.labels(steps, recipe.steps_per_checkpoint))
@@ -257,6 +266,14 @@ def _note_oddities(
             f"idle ({batches.idle_share:.0%}): a loss group of {batches.group_size} packs on "
             f"{batches.world_size} ranks x {batches.per_device_batch}"
         )
+    if model is not None:
+        share = 12 * model.num_parameters / batches.world_size / 1e9
+        if share > SECONDS_AFTER_SIGTERM * ASSUMED_GB_PER_SECOND:
+            notes.append(
+                f"a checkpoint is {share:.0f} GB a rank, more than a launcher waits for after a "
+                f"signal ({SECONDS_AFTER_SIGTERM} s, at an assumed {ASSUMED_GB_PER_SECOND} GB/s): "
+                "stop with `touch <out>/stop`"
+            )
     if run.stop_after >= steps:
         notes.append(f"--stop-after {run.stop_after} is not before the end at {steps} steps")
     if schedule.warmup_steps >= steps:

@@ -354,3 +354,15 @@ def test_prepared_data_knows_its_tokenizer_and_template(
     (data / "manifest.json").write_text(json.dumps({**manifest, "tokenizer_hash": "0"}))
     with pytest.raises(DataError, match="prepared with another tokenizer"):
         make_plan(tiny_model, data, tmp_path / "run")
+
+
+def test_a_save_that_outlasts_the_launchers_patience_is_noted(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def notes() -> list[str]:
+        plan = make_plan(tiny_model, tiny_data, tmp_path / "run")
+        return [note for note in plan.notes if "launcher waits" in note]
+
+    assert notes() == []
+    monkeypatch.setattr(planning, "ASSUMED_GB_PER_SECOND", 1e-6)
+    assert len(notes()) == 1

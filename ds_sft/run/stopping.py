@@ -84,9 +84,14 @@ class Stopping:
 
 
 def ancestors() -> tuple[int, int]:
-    """The parent and its parent: `launch.py` and `deepspeed`, or pdsh's remote shell."""
+    """The parent and, for DeepSpeed's `launch.py`, its parent: `deepspeed` or pdsh's remote shell.
+
+    Another launcher's parent is a shell, and a closed terminal is no wish to stop.
+    """
     parent = os.getppid()
     try:
+        if b"deepspeed" not in Path(f"/proc/{parent}/cmdline").read_bytes():
+            return parent, 0
         # pid (command) state ppid ...: the command may hold spaces and brackets.
         stat = Path(f"/proc/{parent}/stat").read_text()
         return parent, int(stat.rpartition(")")[2].split()[1])

@@ -1,0 +1,95 @@
+"""A wish to stop is remembered whenever it comes, and belongs to all ranks once one has it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_sft.run import stopping
+from ds_sft.run.stopping import EXIT_CODE, Stopping, ancestors
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, alone: what it wishes is agreed."""
+    monkeypatch.setattr(stopping.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(stopping.dist, "all_reduce", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("rank_0")
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_a_signal_is_a_wish_and_a_second_one_changes_nothing(number: int, tmp_path: Path) -> None:
+    stop = Stopping(tmp_path / "stop")
+    assert not stop.agreed()
+    assert stop.exit_code == 0
+    os.kill(os.getpid(), number)
+    assert stop.agreed()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.agreed()
+    assert stop.reason == signal.Signals(number).name
+    assert stop.exit_code == EXIT_CODE == 75
+
+
+@pytest.mark.usefixtures("rank_0")
+def test_a_signal_that_comes_inside_the_collective_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = Stopping(tmp_path / "stop")
+    monkeypatch.setattr(
+        stopping.dist, "all_reduce", lambda *_, **__: os.kill(os.getpid(), signal.SIGUSR1)
+    )
+    assert not stop.agreed()
+    assert stop.agreed()
+
+
+def test_a_wish_of_another_rank_is_everybodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reduce(code: torch.Tensor, **_: object) -> None:
+        code.fill_(1 + stopping.SIGNALS.index(signal.SIGINT))
+
+    monkeypatch.setattr(stopping.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(stopping.dist, "all_reduce", reduce)
+    stop = Stopping(tmp_path / "stop")
+    assert stop.agreed()
+    assert stop.reason == "SIGINT"
+
+
+@pytest.mark.usefixtures("rank_0")
+def test_the_file_stops_the_run_and_one_from_before_does_not(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    stop = Stopping(tmp_path / "stop")
+    assert not stop.agreed()
+    (tmp_path / "stop").touch()
+    assert stop.agreed()
+    assert "stop" in stop.reason
+
+
+@pytest.mark.usefixtures("rank_0")
+def test_a_launcher_that_is_gone_is_a_wish_but_a_closed_terminal_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for launched in (True, False):
+        for name in ("LOCAL_RANK", "WORLD_SIZE"):
+            monkeypatch.setenv(name, "0") if launched else monkeypatch.delenv(name)
+        stop = Stopping(tmp_path / "stop")
+        monkeypatch.setattr(stopping, "ancestors", lambda: (1, 0))
+        assert stop.agreed() is launched
+        monkeypatch.setattr(stopping, "ancestors", ancestors)
+
+
+def test_the_grandparent_counts_only_below_deepspeeds_launcher() -> None:
+    assert ancestors() == (os.getppid(), 0)
