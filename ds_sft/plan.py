@@ -29,7 +29,6 @@ from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 from ds_sft.run import resume
 
-
 SECONDS_AFTER_SIGTERM = 30  # then DeepSpeed's launcher kills
 ASSUMED_GB_PER_SECOND = 1.0
 
