@@ -22,6 +22,7 @@ from ds_sft.errors import ConfigError
 from ds_sft.recipe.recipe import RECIPES, Recipe, named_recipe, recipe_from_mapping
 
 T = TypeVar("T")
+LARGEST = 1_000_000_000  # of any count or time on the command line; also keeps infinity out
 DEFAULT_RECIPE = "qwen3-8b"
 
 # Flags of the first trainer that have no meaning on DeepSpeed, and what to do instead.
@@ -109,9 +110,11 @@ class RunConfig:
             "collective_timeout_minutes": 0.01,
         }
         for name, low in minimum.items():
-            if not getattr(self, name) >= low:
+            if not low <= getattr(self, name) <= LARGEST:
                 flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag}={getattr(self, name)} must be at least {low}")
+                raise ConfigError(
+                    f"--{flag}={getattr(self, name)} must be from {low} to {LARGEST:,}"
+                )
 
     @property
     def run_dir(self) -> Path:

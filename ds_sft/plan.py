@@ -126,7 +126,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         allow_idle=run.allow_idle,
     )
     batches.check_targets(schedule.num_steps)
-    _check_place(run)
+    _check_place(run, None if model is None else model.directory)
     point = _check_resume(run, recipe, data, model, world_size, notes)
     _note_oddities(run, recipe, schedule, batches, model, notes)
     return Plan(
@@ -193,10 +193,13 @@ def _check_generation_config(run: RunConfig, model: ModelFiles | None) -> None:
         )
 
 
-def _check_place(run: RunConfig) -> None:
+def _check_place(run: RunConfig, model_dir: Path | None) -> None:
     """Refuse an --out that cannot become a run directory."""
     if run.out is None:
         return
+    for flag, place in (("--data", run.data), ("--model-id", model_dir)):
+        if place is not None and run.out.resolve().is_relative_to(place.resolve()):
+            raise ConfigError(f"--out {run.out} lies in {flag} {place}: name another directory")
     if run.out.exists() and not run.out.is_dir():
         raise ConfigError(f"--out {run.out} is a file: name a directory")
     parent = existing_parent(run.out)
@@ -213,8 +216,9 @@ def _check_resume(
     notes: list[str],
 ) -> resume.ResumePoint | None:
     """The checkpoint to go on from; refuses one that belongs to something else."""
+    resume.check_fields(run.allow_change)
     point, broken = resume.find(run)
-    notes += broken
+    notes += [f"passed over: {reason}" for reason in broken.values()]
     if point is None:
         return None
     changes = resume.check(

@@ -22,6 +22,7 @@ from ds_sft.flags import parse_train
 from ds_sft.plan import Plan, check, show
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.lock import RunLock
+from ds_sft.run.stopping import Stopping
 
 RANK_ZERO_SECONDS = 3.0  # the launcher looks at its ranks once a second
 
@@ -40,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 return show(plan) if is_rank_zero() else None
             if already_finished(plan):
                 return None
+        stopping = Stopping(RunDir(run.run_dir).stop)
         with RunLock(RunDir(run.run_dir).lock) if is_rank_zero() else contextlib.nullcontext():
-            code = train(plan)
+            code = train(plan, stopping)
         if code:
             raise SystemExit(code)
 
@@ -69,7 +71,7 @@ def rank_zero_first() -> Iterator[None]:
         raise
 
 
-def train(plan: Plan) -> int:
+def train(plan: Plan, stopping: Stopping) -> int:
     """Run the optimizer steps that are left, saving and exporting; returns the exit code."""
     from ds_sft.engine import build, proofs
     from ds_sft.engine.step import train_step
@@ -77,10 +79,8 @@ def train(plan: Plan) -> int:
     from ds_sft.run.flops import mfu_factor
     from ds_sft.run.metrics import RunLog
     from ds_sft.run.saver import Saver
-    from ds_sft.run.stopping import Stopping
 
     run, recipe, schedule, batches = plan.run, plan.recipe, plan.schedule, plan.batches
-    stopping = Stopping(RunDir(run.run_dir).stop)
     with build.distributed(run.collective_timeout_minutes):
         start = str(plan.resume_from.path) if plan.resume_from else "step 0"
         proofs.prove_same_files(run.run_dir, plan.data.manifest_sha256, start)

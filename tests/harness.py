@@ -234,6 +234,15 @@ class Running:
                 continue
 
 
+def flip_a_bit(path: Path) -> None:
+    """Damage a file as a bad disk does: same size, one bit in the middle."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
 def weights(directory: Path) -> dict[str, np.ndarray]:
     """Every tensor of a Hugging Face directory as float64, whatever its stored type."""
     from safetensors.torch import load_file

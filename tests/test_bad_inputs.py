@@ -166,6 +166,13 @@ CASES: dict[str, Case] = {
         lambda p: {"--order": p.write("o.npy", np.array([0, 28]))}, "names packs 0 to 28"),
     # ranks
     "too many idle slots": (lambda p: {"world": 3}, "33% of the slots would idle"),
+    "endless epochs": (lambda p: {"--epochs": "inf", "--num-train-steps": None}, "--epochs=inf"),
+    "endless rate": (lambda p: {"--learning-rate": "inf"}, "learning_rate=inf"),
+    "endless run": (lambda p: {"--num-train-steps": 10**11}, "num_train_steps=100000000000"),
+    "negative seed": (lambda p: {"--trainer-seed": -1}, "trainer_seed=-1"),
+    "endless timeout": (lambda p: {"--collective-timeout-minutes": "inf"}, "timeout-minutes=inf"),
+    "run inside the data": (lambda p: {"--out": p.data / "run"}, "lies in --data"),
+    "nonsense that may change": (lambda p: {"--allow-change": "nonsense"}, "nonsense is no field"),
     "no ranks": (lambda p: {"world": 0}, "--world-size 0"),
     # the DeepSpeed file
     "no JSON file": (lambda p: {"--deepspeed-config": p.root / "x.json"}, "x.json does not exist"),
@@ -237,7 +244,7 @@ CASES: dict[str, Case] = {
         lambda p: {"--resume": p.checkpoint(data_manifest_sha256="0" * 64)}, "data was 0000"),
     "checkpoint of another recipe": (
         lambda p: {"x": p.checkpoint(), "--learning-rate": 0.5}, "--allow-change learning_rate"),
-    "start over an existing run": (run_that_exists, "holds a run with 1 checkpoints"),
+    "start over an existing run": (run_that_exists, "holds a run with checkpoints"),
     "change of no field": (
         lambda p: {"x": p.checkpoint(), "--allow-change": "lr"}, "--allow-change lr is no field"),
 }  # fmt: skip

@@ -110,8 +110,8 @@ def test_epochs_go_with_a_recipe_that_fixes_its_steps() -> None:
         (["--per-device-batch", "a"], "invalid literal"),
         (["--attn-impl", "eager"], "eager"),
         (["--loss-chunk-size", "0"], "--allow-full-logits"),
-        (["--keep-checkpoints", "-1"], "must be at least 0"),
-        (["--temp-checkpoint-minutes", "nan"], "must be at least 0"),
+        (["--keep-checkpoints", "-1"], "must be from 0"),
+        (["--temp-checkpoint-minutes", "nan"], "must be from 0"),
         (["--learning-rate", "nan"], "learning_rate=nan"),
     ],
 )

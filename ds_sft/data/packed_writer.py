@@ -45,10 +45,10 @@ class PackedWriter:
         self.out = out
         self.max_seq_len = max_seq_len
         self.replace = replace
+        _refuse_existing(out, replace)
         self.partial = out.with_name(out.name + ".partial")
         self.num_docs = 0
         self._files: dict[str, _GrowingArray] = {}
-        _refuse_existing(out, replace)
 
     @property
     def num_packs(self) -> int:
@@ -170,6 +170,14 @@ class _GrowingArray:
 
 
 def _refuse_existing(out: Path, replace: bool) -> None:
+    """Only a data set, or an empty directory, is ever replaced."""
+    if not out.name:
+        raise DataError(f"--out {out} has no name of its own: name a new directory")
+    if out.is_symlink():
+        raise DataError(f"{out} is a link: name the directory itself")
+    deletable = (out / MANIFEST).is_file() or (out.is_dir() and not any(out.iterdir()))
+    if replace and out.exists() and not deletable:
+        raise DataError(f"{out} is not a data set, so --force does not delete it: name another")
     if out.exists() and not replace:
         raise DataError(f"{out} exists: choose another --out, or add --force to replace it")
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+MAX_SEQ_LEN = 2**24
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareFlags:
     """Turn chats (JSON lines with OpenAI `messages`) into a packed data set."""
@@ -61,7 +64,10 @@ class PrepareFlags:
     def __post_init__(self) -> None:
         checks = [
             (len(self.input) > 0, "--input names no file: give at least one"),
-            (self.max_seq_len >= 2, f"--max-seq-len {self.max_seq_len}: must be at least 2"),
+            (
+                2 <= self.max_seq_len <= MAX_SEQ_LEN,
+                f"--max-seq-len {self.max_seq_len}: must be from 2 to {MAX_SEQ_LEN}",
+            ),
             (
                 self.max_docs_per_pack >= 1,
                 f"--max-docs-per-pack {self.max_docs_per_pack}: must be at least 1",

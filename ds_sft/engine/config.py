@@ -156,6 +156,7 @@ def _check_value(value: object, rule: Value, path: str, where: str | Path) -> No
             advice = f"must be one of {', '.join(rule.choices)}"
     else:
         ok = isinstance(value, int | float) and not isinstance(value, bool)
+        ok = ok and math.isfinite(value)  # type: ignore[arg-type]  # 1e400 is infinity in JSON
         if ok and rule.kind == "a whole number":
             ok = value == int(value)  # type: ignore[call-overload]  # 5e8 is a float in JSON
         if ok:

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ds_sft.errors import ConfigError
 
+MAX_STEPS = 100_000_000
 LR_SCHEDULES = ("cosine", "linear", "constant", "inv_sqrt", "inv")
 REFUSED_LEVANTER_FIELDS = ("cycles", "cycle_length", "cooldown", "rewarmup")
 
 
 def _require(ok: bool, name: str, value: object, advice: str) -> None:
-    if not ok:  # NaN compares false, so it lands here too
+    if not ok or value == math.inf:  # NaN compares false, so it lands here too
         raise ConfigError(f"{name}={value} is out of range: {advice}")
 
 
@@ -89,7 +91,7 @@ class Recipe:
         ):
             _require(getattr(self, name) > 0, name, getattr(self, name), "use a number above 0")
         _require(
-            self.num_train_steps >= 0,
+            0 <= self.num_train_steps <= MAX_STEPS,
             "num_train_steps",
             self.num_train_steps,
             "use 0 (derived from the data) or more",
@@ -105,6 +107,10 @@ class Recipe:
         _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use 0 to 1")
         for name in ("compute_dtype", "grad_reduce_dtype"):
             _choice(name, getattr(self, name), ("bfloat16", "float32"))
+        for name in ("trainer_seed", "data_seed"):
+            _require(
+                0 <= getattr(self, name) < 2**32, name, getattr(self, name), "use 0 to 2^32 - 1"
+            )
         _choice("lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.lr_schedule == "inv" and self.min_lr_ratio == 0:
             raise ConfigError("lr_schedule=inv divides by min_lr_ratio: use a min_lr_ratio above 0")
@@ -177,7 +183,7 @@ def recipe_from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
 
 def named_recipe(name: str) -> Recipe:
     """The recipe called `name`. Raises ConfigError with the known names."""
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         raise ConfigError(f"recipe {name!r} is not known: use {', '.join(RECIPES)} or a .toml file")
     return RECIPES[name]
 

@@ -32,8 +32,11 @@ class RunLock:
         self._ended = threading.Event()
         self._refuse_living(read(path))
         self._beat = 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._write()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._write()
+        except OSError as error:
+            raise ConfigError(f"--out {path.parent} cannot be written: {error}") from None
         threading.Thread(target=self._keep_beating, daemon=True).start()
 
     def __enter__(self) -> RunLock:

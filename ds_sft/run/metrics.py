@@ -157,6 +157,12 @@ class RowFile:
     def add(self, row: dict[str, Any]) -> None:
         """Append a row, with those that could not be written before."""
         self._waiting += json.dumps(row).encode() + b"\n"
+        if not self._write() and not self._told:
+            self._told = True
+            name = self._file.name
+            print(f"[metrics] {name} cannot be written; its rows wait in memory", flush=True)
+
+    def _write(self) -> bool:
         end = self._file.seek(0, 2)
         try:
             written = self._file.write(self._waiting)
@@ -164,15 +170,15 @@ class RowFile:
             written = 0
         if written == len(self._waiting):
             self._waiting = b""
-            return
+            return True
         self._file.truncate(end)  # no half line
-        if not self._told:
-            self._told = True
-            name = self._file.name
-            print(f"[metrics] {name} cannot be written; its rows wait in memory", flush=True)
+        return False
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, after a last try for rows that wait."""
+        if self._waiting and not self._write():
+            lost = self._waiting.count(b"\n")
+            print(f"[metrics] {lost} rows of {self._file.name} could not be written", flush=True)
         self._file.close()
 
 
@@ -225,7 +231,7 @@ def keep_before(path: Path, label: int) -> None:
             row = json.loads(line)
         except ValueError:
             continue
-        if row["label"] < label:
+        if isinstance(row, dict) and row.get("label", label) < label:
             kept.append(line + "\n")
     write_file(path, "".join(kept))
 

@@ -22,6 +22,7 @@ import torch
 from ds_sft.errors import CheckpointError
 from ds_sft.run.hf_format import ExportSource, read_json_object
 from ds_sft.run.resume import FORMAT, META_NAME
+from ds_sft.run.seal import check_hashes, check_sizes
 
 MASTERS = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -87,6 +88,12 @@ class NativeCheckpoint:
             flat_groups=flat_groups,
             adam_step=max(steps, default=0),
         )
+
+    def check_files(self) -> None:
+        """Raise CheckpointError unless every file is as it was written; reads all of them."""
+        files = self.meta.get("files", {})
+        check_sizes(self.path, files)
+        check_hashes(self.path, files)
 
     def part(self, name: str, start: int, size: int, kind: str) -> torch.Tensor:
         """`size` values of a flat parameter from `start` on, with zeros beyond its end [size]."""

@@ -63,15 +63,27 @@ def convert(source: Path, out: Path, world_size: int) -> None:
     if out.exists():
         raise CheckpointError(f"{out} exists: remove it or name another --out")
     native = NativeCheckpoint.open(source)
+    native.check_files()
+    if not (source / "model").is_dir():
+        raise CheckpointError(f"{source}/model is missing: the checkpoint is not whole")
     old_rank_0 = {kind: rank_files(source, kind, native.world_size)[0] for kind in FILE_KINDS}
+    try:
+        _write_all(native, old_rank_0, out, world_size)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error}") from error
+    print(f"[reshard] wrote {out} for {world_size} ranks", flush=True)
+
+
+def _write_all(
+    native: NativeCheckpoint, old_rank_0: dict[str, Path], out: Path, world_size: int
+) -> None:
     with atomic_directory(out) as partial:
         for rank in range(world_size):
             _write_rank(native, old_rank_0, partial, rank, world_size)
-        shutil.copytree(source / "model", partial / "model")
+        shutil.copytree(native.path / "model", partial / "model")
         files = seal(partial, names_in(partial))
         meta = {**native.meta, "world_size": world_size, "files": files}
         (partial / META_NAME).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-    print(f"[reshard] wrote {out} for {world_size} ranks", flush=True)
 
 
 def _write_rank(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,20 +43,20 @@ class ResumePoint:
     """Its meta.json."""
 
 
-def find(run: RunConfig, before: int | None = None) -> tuple[ResumePoint | None, list[str]]:
-    """The checkpoint that `--resume` means, and a line for each newer one that is not whole.
+def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
+    """The checkpoint that `--resume` means, and the newer ones that are not whole, with reasons.
 
-    The point is None for a fresh start. `before` looks only at those with fewer completed steps.
+    The point is None for a fresh start.
     Raises CheckpointError for a path without a whole checkpoint, or when there are checkpoints and
     none is whole; ConfigError for `none` on a directory that holds a run, and for a path when that
     directory holds something newer.
     """
-    points, broken = _points(run.out, before)
+    points, broken = _points(run.out)
     newest = points[0] if points else None
     if broken and not points and run.resume == "auto":
         raise CheckpointError(
-            f"{run.out} holds {len(broken)} checkpoints and none is whole ({broken[0]}): bring one "
-            "back from a copy, or use another --out"
+            f"{run.out} holds {len(broken)} checkpoints and none is whole "
+            f"({next(iter(broken.values()))}): bring one back from a copy, or use another --out"
         )
     if run.resume not in ("auto", "none"):
         point = read_point(Path(run.resume))
@@ -65,36 +66,35 @@ def find(run: RunConfig, before: int | None = None) -> tuple[ResumePoint | None,
                 f"--resume {run.resume} goes back to {point.completed} steps, but {newest.path} "
                 "is newer: use --resume auto to go on from that one, or another --out to branch off"
             )
-        return point, []
-    if points and run.resume == "none":
+        return point, {}
+    if (points or broken) and run.resume == "none":
         raise ConfigError(
-            f"--resume none, but {run.out} holds a run with {len(points)} checkpoints: "
+            f"--resume none, but {run.out} holds a run with checkpoints: "
             "use another --out, or --resume auto to go on"
         )
     return newest, broken
 
 
-def _points(out: Path | None, before: int | None) -> tuple[list[ResumePoint], list[str]]:
+def _points(out: Path | None) -> tuple[list[ResumePoint], dict[Path, str]]:
     """Checkpoints of a run directory that are whole by their sizes, the newest first.
 
-    Besides, a line for each one that is not and that is newer than all which are.
+    Besides, each one that is not and that is newer than all which are, with the reason.
     """
     if out is None:
-        return [], []
+        return [], {}
     found = [
         (label, parent)
         for parent in (RunDir(out).checkpoints, RunDir(out).temporary)
         for label in labels_in(parent)
-        if before is None or label + 1 < before
     ]
     points: list[ResumePoint] = []
-    broken: list[str] = []
+    broken: dict[Path, str] = {}
     for label, parent in sorted(found, reverse=True):
         try:
             points.append(read_point(step_dir(parent, label)))
         except CheckpointError as error:
             if not points:
-                broken.append(f"passed over: {error}")
+                broken[step_dir(parent, label)] = str(error)
     return points, broken
 
 
@@ -103,18 +103,42 @@ def read_point(path: Path) -> ResumePoint:
     try:
         meta = json.loads((path / META_NAME).read_text(encoding="utf-8"))
         completed = int(meta["completed"])
+        files = {str(name): (int(size), str(sha)) for name, (size, sha) in _items(meta, "files")}
+        _items(meta, "recipe"), _items(meta.get("model", {}), "config.json")
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} has no {META_NAME}: name a whole checkpoint, RUN/checkpoints/step-N"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / META_NAME} cannot be read ({error!r})") from None
     if meta.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has checkpoint format {meta.get('format')}, this version reads {FORMAT}"
         )
-    check_sizes(path, meta.get("files", {}))
+    check_sizes(path, files)
     return ResumePoint(path=path, completed=completed, meta=meta)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that is not whole, so that nothing takes, counts or prunes it."""
+    aside = path.with_name(f"{path.name}.broken")
+    if aside.exists():
+        shutil.rmtree(aside)
+    return path.rename(aside)
+
+
+def check_fields(names: tuple[str, ...]) -> None:
+    """Raise ConfigError for an --allow-change that names no field."""
+    known = {"data", *(f.name for f in dataclasses.fields(Recipe))}
+    unknown = sorted(set(names) - known)
+    if unknown:
+        raise ConfigError(
+            f"--allow-change {unknown[0]} is no field: use {', '.join(sorted(known))}"
+        )
+
+
+def _items(record: dict[str, Any], key: str) -> list[tuple[str, Any]]:
+    return list(record.get(key, {}).items())
 
 
 def check(
@@ -133,12 +157,11 @@ def check(
     the data differ and `allow_change` does not name them.
     """
     meta, where = point.meta, point.path
-    known = {"data", *(f.name for f in dataclasses.fields(Recipe))}
-    unknown = sorted(set(allow_change) - known)
-    if unknown:
-        raise ConfigError(
-            f"--allow-change {unknown[0]} is no field: use {', '.join(sorted(known))}"
-        )
+    missing = [
+        k for k in ("model", "world_size", "data_manifest_sha256", "recipe") if k not in meta
+    ]
+    if missing:
+        raise CheckpointError(f"{where / META_NAME} lacks {missing[0]}: it is not a whole marker")
     if model_config is not None:
         _check_architecture(where, meta["model"]["config.json"], model_config)
     old = {"data": meta["data_manifest_sha256"][:12], **meta["recipe"]}

@@ -97,27 +97,56 @@ class Saver:
         return first
 
     def _whole(self, point: ResumePoint | None) -> ResumePoint | None:
-        """`point`, or the newest one before it whose files have the hashes of their marker."""
+        """`point`, or the newest one before it whose files have the hashes of their marker.
+
+        What is not whole is set aside, so that it is neither taken nor counted again.
+        """
+        if self.is_main and self.run.resume == "auto":
+            for path in resume.find(self.run)[1]:
+                resume.set_aside(path)
         while point is not None and self.run.verify_on_resume == "hash":
             started = time.monotonic()
-            problem = None
-            try:
-                check_hashes(
-                    point.path, point.meta.get("files", {}), dist.get_rank(), dist.get_world_size()
-                )
-            except CheckpointError as error:
-                problem = str(error)
-            problems: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(problems, problem)
-            found = next((p for p in problems if p), None)
-            if found is None:
+            problem = self._hash_problem(point)
+            if problem is None:
                 say(f"[init] {point.path} is whole ({time.monotonic() - started:.1f} s of hashing)")
-                break
+                return point
             if self.run.resume != "auto":
-                raise CheckpointError(f"{point.path} is not whole: {found}")
-            say(f"[init] passed over: {found}")
-            point, _ = resume.find(self.run, before=point.completed)
+                raise CheckpointError(f"{point.path} is not whole: {problem}")
+            point = self._next_point(point, problem)
         return point
+
+    def _hash_problem(self, point: ResumePoint) -> str | None:
+        """What is wrong with the files of `point`; every rank reads its share of them."""
+        problem = None
+        try:
+            files = point.meta.get("files", {})
+            check_hashes(point.path, files, dist.get_rank(), dist.get_world_size())
+        except CheckpointError as error:
+            problem = str(error)
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        return next((p for p in problems if p), None)
+
+    def _next_point(self, point: ResumePoint, problem: str) -> ResumePoint:
+        """The next older checkpoint on rank 0's disk. Raises CheckpointError when none is left."""
+        box: list[Any] = [None]
+        if self.is_main:
+            aside = resume.set_aside(point.path)
+            print(f"[init] passed over, now {aside}: {problem}", flush=True)
+            try:
+                older = resume.find(self.run)[0]
+                box = [older or f"no whole checkpoint is left ({problem})"]
+            except CheckpointError as error:
+                box = [str(error)]
+        dist.broadcast_object_list(box, src=0, device=self.engine.device)
+        if isinstance(box[0], str):
+            raise CheckpointError(f"{box[0]}: bring one back from a copy, or use another --out")
+        resume.check(
+            box[0], self.recipe, world_size=dist.get_world_size(),
+            data_sha256=self.data.manifest_sha256, model_config=self.model.config,
+            allow_change=self.run.allow_change,
+        )  # fmt: skip
+        return box[0]
 
     def timer_fired(self) -> bool:
         """Whether a temporary checkpoint is due, by this process' clock."""

@@ -31,7 +31,11 @@ def names_in(directory: Path) -> list[str]:
 
 def check_sizes(directory: Path, files: Files) -> None:
     """Raise CheckpointError for the first file that is missing or has another size."""
-    for name, (expected, _) in files.items():
+    try:
+        sizes = {name: int(size) for name, (size, _) in files.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise CheckpointError(f"the list of files of {directory} cannot be read") from None
+    for name, expected in sizes.items():
         path = directory / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")

@@ -15,9 +15,7 @@ import os
 import signal
 from pathlib import Path
 from types import FrameType
-
-import torch
-import torch.distributed as dist
+from typing import Any
 
 EXIT_CODE = 75
 """Stopped after saving: start it again and it goes on (EX_TEMPFAIL of sysexits.h)."""
@@ -29,7 +27,10 @@ class Stopping:
     """The wish to stop of this process, and of all ranks."""
 
     def __init__(self, stop_file: Path) -> None:
-        """Take over the signals; a `stop` left by an earlier run is removed by rank 0."""
+        """Take over the signals; a `stop` left by an earlier run is removed by rank 0.
+
+        Before the heavy imports, so that start-up can be stopped too.
+        """
         self._wished = 0  # by this process; set by a signal at any moment
         self._agreed = 0  # by all ranks
         self._stop_file = stop_file
@@ -40,25 +41,28 @@ class Stopping:
             signal.signal(number, self._on_signal)
         if os.environ.get("RANK", "0") == "0":
             stop_file.unlink(missing_ok=True)
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
 
-    def use_group(self, group: dist.ProcessGroup) -> None:
+    def use_group(self, group: Any) -> None:
         """The CPU group over which ranks agree from now on."""
         self._group = group
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._wished = self._wished or 1 + SIGNALS.index(signal.Signals(number))
 
-    def _wish(self) -> int:
+    def _wish(self, rank: int) -> int:
         if not self._wished and self._launched and ancestors() != self._ancestors:
             self._wished = REASONS.index("the launcher is gone")
-        if not self._wished and dist.get_rank() == 0 and self._stop_file.exists():
+        if not self._wished and rank == 0 and self._stop_file.exists():
             self._wished = REASONS.index("the file `stop` appeared")
         return self._wished
 
     def agreed(self) -> bool:
         """Whether any rank wishes to stop; every rank must call it, and all get the same answer."""
-        code = torch.tensor([self._wish()])
+        import torch
+        import torch.distributed as dist
+
+        code = torch.tensor([self._wish(dist.get_rank())])
         dist.all_reduce(code, op=dist.ReduceOp.MAX, group=self._group)
         self._agreed = int(code)
         return self._agreed > 0

@@ -89,7 +89,7 @@ def test_the_remains_of_a_killed_writer_are_replaced(tmp_path: Path) -> None:
 
 def test_an_existing_directory_is_replaced_only_when_asked(tmp_path: Path) -> None:
     out = tmp_path / "data"
-    out.mkdir()
+    write_two_packs(out)
     (out / "mine").write_text("precious")
     with pytest.raises(DataError, match="exists: choose another --out, or add --force"):
         write_two_packs(out)
@@ -164,3 +164,20 @@ def test_a_damaged_data_set_is_refused_in_one_line(tmp_path: Path, damage, messa
 def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a directory: make it with"):
         PackedDataset.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", ["chats.jsonl", "manifest.txt"])
+def test_force_never_deletes_what_is_not_a_data_set(tmp_path: Path, content: str) -> None:
+    out = tmp_path / "precious"
+    out.mkdir()
+    (out / content).write_text("mine")
+    with pytest.raises(DataError, match="--force does not delete it"):
+        PackedWriter(out, 8, replace=True)
+    assert (out / content).read_text() == "mine"
+
+
+def test_a_link_and_a_nameless_directory_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    for out, words in ((tmp_path / "link", "is a link"), (Path(), "has no name")):
+        with pytest.raises(DataError, match=words):
+            PackedWriter(out, 8, replace=True)

@@ -25,8 +25,8 @@ def handlers() -> Iterator[None]:
 @pytest.fixture
 def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, alone: what it wishes is agreed."""
-    monkeypatch.setattr(stopping.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(stopping.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
 
 
 @pytest.mark.usefixtures("rank_0")
@@ -49,7 +49,7 @@ def test_a_signal_that_comes_inside_the_collective_is_not_lost(
 ) -> None:
     stop = Stopping(tmp_path / "stop")
     monkeypatch.setattr(
-        stopping.dist, "all_reduce", lambda *_, **__: os.kill(os.getpid(), signal.SIGUSR1)
+        "torch.distributed.all_reduce", lambda *_, **__: os.kill(os.getpid(), signal.SIGUSR1)
     )
     assert not stop.agreed()
     assert stop.agreed()
@@ -61,8 +61,8 @@ def test_a_wish_of_another_rank_is_everybodys(
     def reduce(code: torch.Tensor, **_: object) -> None:
         code.fill_(1 + stopping.SIGNALS.index(signal.SIGINT))
 
-    monkeypatch.setattr(stopping.dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(stopping.dist, "all_reduce", reduce)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    monkeypatch.setattr("torch.distributed.all_reduce", reduce)
     stop = Stopping(tmp_path / "stop")
     assert stop.agreed()
     assert stop.reason == "SIGINT"

@@ -115,3 +115,18 @@ def test_a_second_start_is_refused_while_orphans_of_the_first_are_alive(
         assert done.returncode == 2, done.stdout[-2000:]
         assert f"error: another run of --out {out} is alive" in done.stdout
         assert "step-" not in "".join(p.name for p in out.rglob("*.partial"))
+
+
+def test_a_stop_during_start_up_is_not_lost(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    with Running(2, *harness.flags(tiny_model, tiny_data, out, SLOW_STEPS)) as run:
+        run.wait_for("[init]")
+        ranks = ranks_of(run)
+        (out / "stop").touch()
+        wait_until_gone(ranks)
+        run.wait_for("[stop] the file `stop` appeared after 0 steps")
+        run.process.wait(timeout=30)
+    assert run.process.returncode == 75
+    assert harness.metrics(out) == []
