@@ -1,4 +1,4 @@
-"""An export in front of lm-evaluation-harness, unchanged, on a local task."""
+"""An export where it is used: lm-evaluation-harness on a local task, and the next training."""
 
 import json
 import os
@@ -73,3 +73,16 @@ def test_lm_eval_scores_an_export_as_plain_transformers_does(export, tmp_path):
     (result,) = (tmp_path / "results").rglob("results_*.json")
     scored = json.loads(result.read_text())["results"]["local_choice"]["acc,none"]
     assert scored == accuracy_by_hand(export)
+
+
+def test_training_starts_again_from_an_export_with_the_same_data(export, tiny_data, tmp_path):
+    """The export's tokenizer is padded to the model's vocabulary; it is still the data's."""
+    run = tmp_path / "run"
+    changes = {"--num-train-steps": 1, "--warmup": 0, "--hf-export-dtype": "float32"}
+    done = harness.launch(1, *harness.flags(export, tiny_data, run, changes))
+    assert done.returncode == 0, done.stdout[-3000:]
+    before, after = harness.weights(export), harness.weights(run / "hf/step-0")
+    assert before.keys() == after.keys()
+    assert any((before[name] != after[name]).any() for name in before)
+    names = ("tokenizer.json", "chat_template.jinja")
+    assert all((run / "hf/step-0" / n).read_bytes() == (export / n).read_bytes() for n in names)
