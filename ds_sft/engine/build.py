@@ -99,6 +99,8 @@ def build_engine(
     kernel, why = attention.choose(run.attn_impl, device(), dtype)
     attention.register(kernel)
     say(f"[init] attention {kernel} ({why}), one segment per document")
+    if run.no_loss_checkpoint:
+        say("[init] --no-loss-checkpoint changes nothing: the head keeps and recomputes no logits")
     model = build_partitioned(files.directory, ds_config, dtype, run.loss_chunk_size)
     kind = optimizer_kind(ds_config)
     say(f"[init] optimizer {kind}")
