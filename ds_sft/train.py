@@ -89,7 +89,7 @@ def train(plan: Plan, stopping: Stopping) -> int:
         saver = Saver(engine, run, recipe, plan.ds_config, plan.data, model, tokenizer_dir)
         for note in plan.notes:
             build.say(f"[init] note: {note}")
-        stopping.use_group(saver.patient)
+        stopping.use_group(saver.prompt)
         first = saver.resume(plan.resume_from)
         if not run.skip_checks:
             proofs.prove(engine, plan.data, batches, min(first, schedule.num_steps - 1))

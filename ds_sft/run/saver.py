@@ -63,6 +63,9 @@ class Saver:
         self.seconds_saving = 0.0
         # Gloo, beside the engine's own backend: its barrier waits on the CPU, for days if need be.
         self.patient = dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT)
+        # For what ranks agree on between writes: a silent peer must not be waited for that long.
+        prompt = timedelta(minutes=run.collective_timeout_minutes)
+        self.prompt = dist.new_group(backend="gloo", timeout=prompt)
         generation_config = model.directory / "generation_config.json"
         self.source = ExportSource(
             config=model.config,
