@@ -116,6 +116,7 @@ def train(plan: Plan, stopping: Stopping) -> int:
             saver.before_stopping(log.completed)
             log.stopped(stopping.reason or "--stop-after")
         else:
+            saver.require_saved(log.completed)
             log.finished()
             saver.report(log.seconds)
         stopping.ignore_signals()

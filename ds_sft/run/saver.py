@@ -204,6 +204,15 @@ class Saver:
         """Save the last completed step, unless nothing happened since the last save."""
         if completed > self.saved:
             self.checkpoint(completed - 1, temporary=True)
+        self.require_saved(completed)
+
+    def require_saved(self, completed: int) -> None:
+        """Raise SavingFailed unless the newest step is in a checkpoint: there is no next moment."""
+        if completed > self.saved:
+            raise SavingFailed(
+                f"the state after {completed} steps could not be saved: make room and start again, "
+                f"it goes on after {self.saved} steps"
+            )
 
     def _require_space(self, needed: int) -> None:
         """Raise CheckpointError on every rank unless rank 0's disk has `needed` bytes."""

@@ -29,7 +29,11 @@ def runs(
         )
         for name in ("step", "save", "publish", "export")
     ]  # fmt: skip
-    names = ("step", "save", "publish", "export")
+    last = {**often, "--num-train-steps": 2}
+    for changes in (last, {**last, "--num-train-steps": 9, "--stop-after": 1}):
+        words = harness.flags(tiny_model, tiny_data, work / f"last-{len(changes)}", changes)
+        trainings.append(Training(words, {"FAIL_AT": "save"}, "failing_rank"))
+    names = ("step", "save", "publish", "export", "last", "stopping")
     return dict(zip(names, launch_many(2, trainings, work), strict=True))
 
 
@@ -68,3 +72,16 @@ def test_a_failed_export_is_said_and_the_training_goes_on(runs: dict[str, Result
     assert json.loads((run.out / "finished").read_text())["completed"] == 9
     assert labels_in(run.out / "checkpoints") == [4, 6, 8]  # 4 and 8 wait for their exports
     assert f"ds-sft export --checkpoint {run.out}/checkpoints/step-4 --out" in run.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["last", "stopping"])
+def test_a_run_whose_last_save_failed_claims_neither_an_end_nor_a_stop(
+    runs: dict[str, Result], name: str
+) -> None:
+    run = runs[name]
+    assert run.codes == [1, 1], run.text[-3000:]
+    assert "could not be saved: make room and start again, it goes on after 0 steps" in run.text
+    assert not (run.out / "finished").exists()
+    assert "[done]" not in run.text
+    assert "[stop]" not in run.text
