@@ -19,7 +19,7 @@ from ds_sft.errors import CheckpointError, DataError
 from ds_sft.run import seal
 from ds_sft.run.atomic import PARTIAL_SUFFIX
 from ds_sft.run.hf_format import check_source, read_json_object
-from ds_sft.run.native import MASTERS, META_NAME, NativeCheckpoint, load_states, rank_files
+from ds_sft.run.native import META_NAME, NativeCheckpoint, load_states, rank_files
 from ds_sft.run.verify_export import verify_export
 
 
@@ -64,12 +64,12 @@ def verify_native(path: Path) -> list[str]:
     world_size = checkpoint.world_size
     for file in rank_files(path, "model", world_size):
         load_states(file)
-    masters = checkpoint.flat_groups[MASTERS]
-    for rank, groups in enumerate(masters):
-        for index, group in enumerate(groups):
-            if group.numel() and not all(torch.isfinite(b) for b in torch.aminmax(group)):
-                raise CheckpointError(f"{path}: master group {index} of rank {rank} is not finite")
-    numel = sum(group.numel() for groups in masters for group in groups)
+    numel = 0
+    for name in checkpoint.shapes:  # not the padding of the last rank, which DeepSpeed never writes
+        for piece in checkpoint.pieces(name):
+            numel += piece.numel()
+            if piece.numel() and not all(torch.isfinite(b) for b in torch.aminmax(piece)):
+                raise CheckpointError(f"{path}: the master of {name} is not finite")
     label, completed = checkpoint.meta.get("label"), checkpoint.meta.get("completed")
     if not isinstance(label, int) or completed != label + 1:
         raise CheckpointError(

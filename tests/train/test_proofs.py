@@ -72,7 +72,7 @@ def runs(
 ) -> dict[str, Result]:
     """Whole trainings of two ranks that a proof ends before the first step."""
     work = tmp_path_factory.mktemp("refused")
-    damaged = work / "damaged"
+    damaged = work / "damaged-data"
     shutil.copytree(tiny_data, damaged)
     counts = np.load(damaged / "assistant_counts.npy")
     np.save(damaged / "assistant_counts.npy", counts + 1)
