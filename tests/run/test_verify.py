@@ -280,6 +280,13 @@ def optim_file(native: Path) -> Path:
     return native / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
+def test_the_padding_of_the_last_rank_may_hold_anything(native: Path) -> None:
+    """DeepSpeed never writes it: it holds what the memory held before, at times a NaN."""
+    flat = [torch.tensor([4.0, 5.0, 6.0, torch.nan])]  # 7 values on 2 ranks
+    torch.save({"optimizer_state_dict": {"fp32_flat_groups": flat}}, optim_file(native))
+    assert any("7 fp32 master values" in line for line in verify(native))
+
+
 def poison(native: Path) -> None:
     flat = [torch.tensor([1.0, torch.nan, 2.0, 3.0])]
     torch.save({"optimizer_state_dict": {"fp32_flat_groups": flat}}, optim_file(native))
