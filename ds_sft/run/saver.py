@@ -241,7 +241,7 @@ class Saver:
     def export(self, label: int, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Write hf/step-<label>; a failure is reported and does not end the run.
 
-        `interrupted` is asked on all ranks after each tensor, with the same answer.
+        `interrupted` is asked on all ranks before each tensor, with the same answer.
         """
         out = step_dir(self.dir.exports, label)
         started = time.monotonic()
