@@ -84,6 +84,16 @@ class RunConfig:
     """Skip the start-up proofs."""
     collective_timeout_minutes: float = 30.0
     """A collective that takes longer ends the run."""
+    step_timeout_minutes: float = 0.0
+    """A step that takes longer prints each rank's stack and ends the run; 0 = ten times the median
+    step, at least 30."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a loss or gradient is not finite: end the run, or drop that update and go on."""
+    max_nonfinite: int = 5
+    """End the run when so many updates in a row had to be dropped."""
+    check_weights_every: int = 100
+    """Look for weights that are not finite every so many steps, and before each save; 0 = only
+    before saves."""
     wandb_project: str = ""
     """Log to this Weights & Biases project."""
     wandb_name: str = ""
@@ -108,6 +118,9 @@ class RunConfig:
             "temp_checkpoint_minutes": 0,
             "epochs": 0,
             "collective_timeout_minutes": 0.01,
+            "step_timeout_minutes": 0,
+            "max_nonfinite": 1,
+            "check_weights_every": 0,
         }
         for name, low in minimum.items():
             if not low <= getattr(self, name) <= LARGEST:

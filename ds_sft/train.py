@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, and train. Ends the process with the exit code of what happened."""
     # Started through ssh, a rank has the login shell's PATH: DeepSpeed would not find ninja.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    with reporting():
+    with ending_at_once(), reporting():
         with rank_zero_first():
             run, recipe = parse_train(sys.argv[1:] if argv is None else argv)
             if not run.dry_run:
@@ -46,6 +47,27 @@ def main(argv: Sequence[str] | None = None) -> None:
             code = train(plan, stopping)
         if code:
             raise SystemExit(code)
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """After an error between the ranks, leave with its exit code and without Python's teardown.
+
+    A process group that is still alive makes the teardown abort now and then (seen as 250, from
+    SIGABRT), which would hide the code; and to close it in order takes the other ranks.
+    """
+    try:
+        yield
+    except BaseException as error:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_initialized():
+            raise
+        code = error.code if isinstance(error, SystemExit) else 1
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def is_rank_zero() -> bool:
@@ -79,9 +101,13 @@ def train(plan: Plan, stopping: Stopping) -> int:
     from ds_sft.run.flops import mfu_factor
     from ds_sft.run.metrics import RunLog
     from ds_sft.run.saver import Saver
+    from ds_sft.run.watch import Watch
 
     run, recipe, schedule, batches = plan.run, plan.recipe, plan.schedule, plan.batches
-    with build.distributed(run.collective_timeout_minutes):
+    with (
+        build.distributed(run.collective_timeout_minutes),
+        Watch(run.step_timeout_minutes) as watch,
+    ):
         start = str(plan.resume_from.path) if plan.resume_from else "step 0"
         proofs.prove_same_files(run.run_dir, plan.data.manifest_sha256, start)
         plan, model, tokenizer_dir = with_model(plan)
@@ -99,12 +125,14 @@ def train(plan: Plan, stopping: Stopping) -> int:
         last = min(schedule.num_steps, run.stop_after or schedule.num_steps)
         for step in range(first, last):
             lr = recipe.learning_rate * schedule.lr_multiplier(step)
-            result = train_step(
-                engine, plan.data, batches, step, lr,
-                flag=saver.timer_fired, stop=stopping.agreed, progress=log.within_step,
-            )  # fmt: skip
+            with watch.step(step):
+                result = train_step(
+                    engine, plan.data, batches, step, lr,
+                    flag=saver.timer_fired, stop=stopping.agreed, progress=log.within_step,
+                )  # fmt: skip
             if result is None:
                 break
+            saver.health.judge(result)
             log.step(result)
             due = due_after(step + 1, schedule.num_steps, recipe, timer_fired=result.rank0_flag)
             if due.export:

@@ -1,6 +1,6 @@
 """One optimizer step: every microbatch of this rank, then the single update.
 
-Owns the loss scaling and the order of things inside a step. Invariants: the all-reduced loss is
+Owns the loss scaling and the order of things inside a step. Invariants: loss and gradient norm are
 known to be finite before any weight changes; every rank runs the same number of microbatches of
 the same shape; there is one collective of ours per step.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ds_sft.data.collate import collate
 from ds_sft.data.packed import PackedDataset
-from ds_sft.errors import TrainingDiverged
+from ds_sft.engine import nonfinite
 from ds_sft.model.sft import DeviceBatch
 from ds_sft.recipe.batching import BatchPlan, MicroBatch
 
@@ -30,7 +30,7 @@ class StepResult:
     step: int
     """0-based optimizer step, which is also its label."""
     loss: float
-    """Mean over loss groups of the mean loss of a target token."""
+    """Mean over loss groups of the mean loss of a target token; not finite if it was so."""
     lr: float
     """Learning rate of the update."""
     grad_norm: float
@@ -41,6 +41,8 @@ class StepResult:
     """Document tokens of the batch, without padding."""
     rank0_flag: bool
     """What rank 0 passed as `flag`, known to all ranks."""
+    problem: str
+    """Why the update was dropped, with what is to blame; empty when it was applied."""
 
 
 def train_step(
@@ -60,9 +62,10 @@ def train_step(
     world_size / (num_groups * group_tokens): DeepSpeed averages over ranks, the world_size undoes
     it. `flag` is asked on rank 0 once the microbatches are done. `stop` is asked before each
     microbatch, on every rank with the same answer; then what was computed is thrown away: None.
-    Raises TrainingDiverged, before the update, if the loss or the gradient is not finite.
+    When the loss or the gradient is not finite the update is dropped, and the result says why.
     """
     sums = torch.zeros(batches.num_groups, device=engine.device)  # [G], this rank's share
+    done: list[tuple[MicroBatch, torch.Tensor]] = []
     last = batches.micro_per_step - 1
     for i, (micro, batch) in enumerate(prefetched(data, batches, step, engine.device)):
         if stop():
@@ -71,20 +74,15 @@ def train_step(
         loss_sum = engine(batch)  # [], fp32
         engine.backward(loss_sum * micro.scale, scale_wrt_gas=False)
         sums[micro.group] += loss_sum.detach()
+        done.append((micro, loss_sum.detach()))
         progress(i + 1, batches.micro_per_step)
     group_tokens = batches.step_tokens(step)
     group_sums, fired = agree(sums, dist.get_rank() == 0 and flag())
     losses = [total / tokens for total, tokens in zip(group_sums, group_tokens, strict=True)]
     loss = sum(losses) / len(losses)
-    if not math.isfinite(loss):
-        raise TrainingDiverged(f"the loss of step {step} is {loss}: no weight was changed")
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
-    engine.step()
-    if not engine.was_step_applied():
-        raise TrainingDiverged(
-            f"the gradient of step {step} is not finite (loss {loss}): no weight was changed"
-        )
+    blamed = nonfinite.update(engine, loss_is_finite=math.isfinite(loss))
     return StepResult(
         step=step,
         loss=loss,
@@ -93,7 +91,30 @@ def train_step(
         target_tokens=sum(group_tokens),
         tokens=document_tokens(data, batches, step),
         rank0_flag=fired,
+        problem="" if blamed is None else _problem(engine, step, loss, done, blamed),
     )
+
+
+def _problem(
+    engine: Any,
+    step: int,
+    loss: float,
+    done: list[tuple[MicroBatch, torch.Tensor]],
+    blamed: list[str],
+) -> str:
+    """Label, packs and parameters of a dropped update; every rank calls it."""
+    what = "gradient" if math.isfinite(loss) else "loss"
+    value = "not finite" if math.isfinite(loss) else str(loss)
+    mine = [p for m, total in done for p in m.packs[: m.num_active] if not total.isfinite()]
+    packs = sorted(nonfinite.everywhere(mine))
+    gradients = nonfinite.in_model_order(engine, nonfinite.everywhere(blamed))
+    weights = nonfinite.bad_weights(engine)
+    parts = [
+        f"packs {nonfinite.first(packs)}" if packs else "each pack has a finite loss",
+        f"gradient of {nonfinite.first(gradients)}" if gradients else "all gradients are finite",
+        f"weights of {nonfinite.first(weights)}" if weights else "all weights are finite",
+    ]
+    return f"the {what} of step {step} is {value} ({'; '.join(parts)})"
 
 
 def agree(sums: torch.Tensor, flag: bool) -> tuple[list[float], bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import resource
 import sys
 import time
@@ -54,7 +55,7 @@ class RunLog:
         """Record one optimizer step."""
         now = time.monotonic()
         seconds, self.step_started = now - self.step_started, now
-        self.last_loss, self.completed = result.loss, result.step + 1
+        self.last_loss, self.completed = finite(result.loss), result.step + 1
         if not self.is_main:
             return
         row = self._row(result, seconds)
@@ -65,15 +66,17 @@ class RunLog:
         self._wandb_row(row)
         if self.monitor.enabled:
             keys = ("loss", "lr", "grad_norm")
-            self.monitor.write_events([(f"Train/{k}", row[k], completed) for k in keys])
+            self.monitor.write_events(
+                [(f"Train/{k}", row[k], completed) for k in keys if row[k] is not None]
+            )
 
     def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
         world = dist.get_world_size()
-        row = {
+        row: dict[str, Any] = {
             "label": result.step,
-            "loss": result.loss,
+            "loss": finite(result.loss),
             "lr": result.lr,
-            "grad_norm": result.grad_norm,
+            "grad_norm": finite(result.grad_norm),
             "target_tokens": result.target_tokens,
             "tokens": result.tokens,
             "step_time_s": round(seconds, 4),
@@ -81,6 +84,8 @@ class RunLog:
             "tokens_per_s_per_rank": round(result.tokens / seconds / world, 1),
             "peak_memory_gb": round(peak_memory_gb(), 3),
         }
+        if result.problem:
+            row["dropped"] = result.problem
         if self.mfu:
             row["mfu"] = round(row["tokens_per_s_per_rank"] * self.mfu, 4)
         return row
@@ -118,7 +123,7 @@ class RunLog:
             "train/step_time": row["step_time_s"],
             "train/tokens_per_s": row["tokens_per_s"],
         }
-        never_stop(lambda: self.wandb.log(values))
+        never_stop(lambda: self.wandb.log({k: v for k, v in values.items() if v is not None}))
 
     @property
     def seconds(self) -> float:
@@ -241,6 +246,11 @@ def peak_memory_gb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def finite(value: float) -> float | None:
+    """The value, or null: NaN is no JSON."""
+    return value if math.isfinite(value) else None
 
 
 def hms(seconds: float) -> str:

@@ -27,6 +27,7 @@ from ds_sft.recipe.cadence import is_due, labels, timer_fired
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.run import checkpoint, manifest, reshard, resume
 from ds_sft.run.export import export_live
+from ds_sft.run.health import Health
 from ds_sft.run.hf_format import ExportSource, check_source
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.native import NativeCheckpoint
@@ -56,6 +57,7 @@ class Saver:
         self.engine, self.run, self.recipe, self.data, self.model = engine, run, recipe, data, model
         self.ds_config = ds_config
         self.dir = RunDir(run.run_dir)
+        self.health = Health(engine, run)
         self.is_main = dist.get_rank() == 0
         self.last_save = time.monotonic()
         self.saved = 0
@@ -85,6 +87,7 @@ class Saver:
         if point is not None:
             reshard.load(self.engine, NativeCheckpoint.open(point.path))
             first = self.saved = point.completed
+            self.health.dropped, self.health.in_a_row = point.meta.get("dropped_updates", (0, 0))
             say(f"[init] resumed from {point.path} at step {first}")
         if self.is_main:
             for parent in (self.dir.checkpoints, self.dir.exports):
@@ -159,8 +162,10 @@ class Saver:
         """Save a native checkpoint, then delete what it replaces.
 
         A failure is said and tried again at the next due moment, since the run itself is healthy;
-        the third in a row raises SavingFailed.
+        the third in a row raises SavingFailed. Raises TrainingDiverged for weights that are not
+        finite: a checkpoint of them would push out the last good one.
         """
+        self.health.require_finite_weights(label)
         parent = self.dir.temporary if temporary else self.dir.checkpoints
         final = step_dir(parent, label)
         started = time.monotonic()
@@ -198,6 +203,7 @@ class Saver:
             "model": {"config.json": self.model.config},
             "tokenizer_source": str(self.source.tokenizer_dir),
             "temporary": temporary,
+            "dropped_updates": (self.health.dropped, self.health.in_a_row),
         }
 
     def before_stopping(self, completed: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
 from ds_sft import train
 from ds_sft.engine import step
-from ds_sft.run import checkpoint, export, saver
+from ds_sft.run import checkpoint, export, saver, watch
 
 
 def full_disk(*_: Any, **__: Any) -> None:
@@ -33,6 +35,12 @@ def main(argv: list[str]) -> None:
         checkpoint.publish = full_disk
     elif (rank, where) == ("0", "export"):
         export.publish = full_disk
+    elif where == "silent":
+        watch.BEAT_SECONDS, watch.SILENT_SECONDS = 0.5, 6.0
+        if rank == "1":
+            after(step, "train_step", 3, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    elif (rank, where) == ("1", "hang"):
+        after(step, "train_step", 3, lambda: time.sleep(600))
     train.main(argv)
 
 
