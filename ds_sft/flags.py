@@ -75,7 +75,7 @@ class RunConfig:
     verify_on_resume: Literal["size", "hash"] = "hash"
     """What is compared with a checkpoint's marker before it is loaded; hash reads every file."""
     allow_change: tuple[str, ...] = ()
-    """Recipe fields that a resumed run may change, for example num_train_steps."""
+    """What a resumed run may change: recipe fields (num_train_steps), data, tokenizer, code."""
     stop_after: int = 0
     """Stop after so many completed steps without changing the schedule; 0 = run to the end."""
     log_every: int = 1

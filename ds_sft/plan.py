@@ -27,7 +27,7 @@ from ds_sft.recipe import cadence
 from ds_sft.recipe.batching import BatchPlan
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
-from ds_sft.run import resume
+from ds_sft.run import changes, resume
 
 SECONDS_AFTER_SIGTERM = 30  # then DeepSpeed's launcher kills
 ASSUMED_GB_PER_SECOND = 1.0
@@ -127,7 +127,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     )
     batches.check_targets(schedule.num_steps)
     _check_place(run, None if model is None else model.directory)
-    point = _check_resume(run, recipe, data, model, world_size, notes)
+    point = _check_resume(run, recipe, data, model, tokenizer_dir, world_size, notes)
     _note_oddities(run, recipe, schedule, batches, model, notes)
     return Plan(
         run=run,
@@ -212,20 +212,21 @@ def _check_resume(
     recipe: Recipe,
     data: PackedDataset,
     model: ModelFiles | None,
+    tokenizer_dir: Path | None,
     world_size: int,
     notes: list[str],
 ) -> resume.ResumePoint | None:
     """The checkpoint to go on from; refuses one that belongs to something else."""
-    resume.check_fields(run.allow_change)
+    changes.check_fields(run.allow_change)
     point, broken = resume.find(run)
     notes += [f"passed over: {reason}" for reason in broken.values()]
     if point is None:
         return None
-    changes = resume.check(
+    changed = changes.check(
         point,
         recipe,
         world_size=world_size,
-        data_sha256=data.manifest_sha256,
+        now=changes.fingerprint(data.manifest_sha256, tokenizer_dir),
         model_config=None if model is None else model.config,
         allow_change=run.allow_change,
     )
@@ -235,7 +236,7 @@ def _check_resume(
             "of this run: use a larger --num-train-steps, or another --out"
         )
     steps = f"{point.completed} of {recipe.num_train_steps} steps are done"
-    notes += [f"goes on from {point.path}: {steps}", *changes]
+    notes += [f"goes on from {point.path}: {steps}", *changed]
     return point
 
 

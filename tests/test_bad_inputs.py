@@ -242,6 +242,13 @@ CASES: dict[str, Case] = {
         lambda p: {"--resume": config_of_another_model(p)}, "is of another model"),
     "checkpoint of other data": (
         lambda p: {"--resume": p.checkpoint(data_manifest_sha256="0" * 64)}, "data was 0000"),
+    "checkpoint of other code": (
+        lambda p: {"x": p.checkpoint(fingerprint={"code": "0.0.1-abc"})}, "code was 0.0.1-abc and"),
+    "checkpoint with another tokenizer": (
+        lambda p: {"x": p.checkpoint(fingerprint={"tokenizer": "abc"})}, "tokenizer was abc and"),
+    "two changes at once": (
+        lambda p: {"x": p.checkpoint(fingerprint={"code": "abc"}), "--learning-rate": 0.5},
+        "--allow-change code learning_rate"),
     "checkpoint of another recipe": (
         lambda p: {"x": p.checkpoint(), "--learning-rate": 0.5}, "--allow-change learning_rate"),
     "start over an existing run": (run_that_exists, "holds a run with checkpoints"),

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -30,11 +31,12 @@ class RunLock:
         """Take the lock. Raises ConfigError while a living run holds it."""
         self._path = path
         self._ended = threading.Event()
-        self._refuse_living(read(path))
-        self._beat = 0
+        self._me = {"host": socket.gethostname(), "pid": os.getpid(), "born": born(os.getpid())}
+        self._beat = 1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._write()
+            while not self._took():
+                self._remove_dead(read(path))
         except OSError as error:
             raise ConfigError(f"--out {path.parent} cannot be written: {error}") from None
         threading.Thread(target=self._keep_beating, daemon=True).start()
@@ -45,25 +47,73 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         """Give the directory free; after a kill, the next start finds out by itself."""
         self._ended.set()
-        self._path.unlink(missing_ok=True)
+        if self._is_mine():
+            self._path.unlink(missing_ok=True)
 
-    def _refuse_living(self, holder: dict[str, Any] | None) -> None:
-        if holder is None or not is_alive(holder, self._path):
-            return
-        raise ConfigError(
-            f"another run of --out {self._path.parent} is alive (host {holder['host']}, process "
-            f"{holder['pid']}): stop it with `touch {self._path.parent}/stop`, or use another --out"
-        )
+    def _took(self) -> bool:
+        """Put the lock there, unless somebody's is: a hard link is made by one process only."""
+        mine = self._path.with_name(f".lock-{self._me['host']}-{self._me['pid']}")
+        mine.write_text(self._text(), encoding="utf-8")
+        try:
+            os.link(mine, self._path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            return self._created()
+        finally:
+            mine.unlink()
+        return True
+
+    def _created(self) -> bool:
+        try:
+            with self._path.open("x", encoding="utf-8") as file:
+                file.write(self._text())
+        except FileExistsError:
+            return False
+        return True
+
+    def _remove_dead(self, holder: dict[str, Any] | None) -> None:
+        """Raises ConfigError while a living run holds the lock."""
+        if holder is not None and is_alive(holder, self._path):
+            raise ConfigError(
+                f"another run of --out {self._path.parent} is alive (host {holder['host']}, "
+                f"process {holder['pid']}): stop it with `touch {self._path.parent}/stop`, or use "
+                "another --out"
+            )
+        # Two may have found it dead: one of them renames it, and must not rename the other's new
+        # lock. What was renamed is looked at again for that.
+        aside = self._path.with_name(f".lock-dead-{self._me['host']}-{self._me['pid']}")
+        with contextlib.suppress(FileNotFoundError):
+            self._path.rename(aside)
+            if read(aside) == holder:
+                aside.unlink()
+            else:
+                aside.rename(self._path)
+
+    def _is_mine(self) -> bool:
+        holder = read(self._path)
+        return holder is not None and {k: holder[k] for k in self._me} == self._me
 
     def _keep_beating(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
+            holder = read(self._path)
+            if holder is not None and not self._is_mine():
+                # We were taken for dead, for example while this machine was suspended.
+                print(
+                    f"error: {self._path.parent} was taken over by process {holder['pid']} on host "
+                    f"{holder['host']}: this run ends, that one goes on",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+                os._exit(1)
             with contextlib.suppress(OSError):  # a full disk must not end a healthy run
                 self._write()
 
     def _write(self) -> None:
         self._beat += 1
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "born": born(os.getpid())}
-        write_file(self._path, json.dumps({**me, "beat": self._beat}) + "\n")
+        write_file(self._path, self._text())
+
+    def _text(self) -> str:
+        return json.dumps({**self._me, "beat": self._beat}) + "\n"
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ Owns the record of everything needed to run again. Leaves per-step numbers to `m
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import platform
 import subprocess
@@ -18,10 +17,9 @@ from typing import Any
 from ds_sft.data.packed import PackedDataset
 from ds_sft.flags import RunConfig
 from ds_sft.recipe.recipe import Recipe
+from ds_sft.run import changes
 from ds_sft.run.atomic import write_file
 from ds_sft.run.layout import RunDir
-
-PACKAGES = ("ds-sft", "deepspeed", "torch", "transformers", "safetensors", "numpy", "flash-attn")
 
 
 def write_run_json(
@@ -43,7 +41,8 @@ def write_run_json(
         "world_size": world_size,
         "first_step": first_step,
         "command": [sys.executable, *sys.argv],
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **changes.package_versions()},
+        "code": changes.code_version(),
         "git_commit": _git_commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
@@ -62,16 +61,6 @@ def read_finished(run_dir: RunDir) -> int | None:
         return int(json.loads(run_dir.finished.read_text(encoding="utf-8"))["completed"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _git_commit() -> str | None:

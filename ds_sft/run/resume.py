@@ -1,13 +1,11 @@
-"""Where a run goes on: which checkpoint, and whether it belongs to what was asked for. No torch.
+"""Where a run goes on: the newest checkpoint that is whole by its marker. No torch.
 
-Owns the choice of the checkpoint and the comparison of its meta.json with the run. Invariant: a
-checkpoint that is taken gives the numbers of the uninterrupted run; anything that would change them
-is an error that names the old and the new value. Leaves loading to `checkpoint`.
+Owns the choice of the checkpoint. Leaves the comparison with what was asked for to `changes`, the
+hashes of its files to `seal`, loading to `reshard`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from dataclasses import dataclass
@@ -16,19 +14,11 @@ from typing import Any
 
 from ds_sft.errors import CheckpointError, ConfigError
 from ds_sft.flags import RunConfig
-from ds_sft.recipe.recipe import Recipe
-from ds_sft.recipe.schedule import Schedule
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.seal import check_sizes
 
 META_NAME = "meta.json"
 FORMAT = 1
-# When something is saved, and where the model came from, move no loss.
-FREE_FIELDS = ("steps_per_checkpoint", "steps_per_hf_export", "model_id", "chat_template")
-ARCHITECTURE = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,74 +117,5 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def check_fields(names: tuple[str, ...]) -> None:
-    """Raise ConfigError for an --allow-change that names no field."""
-    known = {"data", *(f.name for f in dataclasses.fields(Recipe))}
-    unknown = sorted(set(names) - known)
-    if unknown:
-        raise ConfigError(
-            f"--allow-change {unknown[0]} is no field: use {', '.join(sorted(known))}"
-        )
-
-
 def _items(record: dict[str, Any], key: str) -> list[tuple[str, Any]]:
     return list(record.get(key, {}).items())
-
-
-def check(
-    point: ResumePoint,
-    recipe: Recipe,
-    *,
-    world_size: int,
-    data_sha256: str,
-    model_config: dict[str, Any] | None,
-    allow_change: tuple[str, ...],
-) -> list[str]:
-    """Compare a checkpoint with the run; returns a line per change that was allowed.
-
-    Another world size, offload or sub-group size moves no loss beyond rounding and is allowed.
-    Raises CheckpointError when the checkpoint is of another model, ConfigError when the recipe or
-    the data differ and `allow_change` does not name them.
-    """
-    meta, where = point.meta, point.path
-    missing = [
-        k for k in ("model", "world_size", "data_manifest_sha256", "recipe") if k not in meta
-    ]
-    if missing:
-        raise CheckpointError(f"{where / META_NAME} lacks {missing[0]}: it is not a whole marker")
-    if model_config is not None:
-        _check_architecture(where, meta["model"]["config.json"], model_config)
-    old = {"data": meta["data_manifest_sha256"][:12], **meta["recipe"]}
-    new = {"data": data_sha256[:12], **dataclasses.asdict(recipe)}
-    changed = [n for n in new if n in old and new[n] != old[n] and n not in FREE_FIELDS]
-    for name in changed:
-        if name not in allow_change:
-            raise ConfigError(
-                f"{name} was {old[name]} in {where} and is {new[name]} now: use the old value, "
-                f"or --allow-change {name}"
-            )
-    lines = [f"{name} changes from {old[name]} to {new[name]}" for name in changed]
-    if meta["world_size"] != world_size:
-        lines.append(f"{where} was written by {meta['world_size']} ranks, {world_size} read it")
-    if changed:
-        before = recipe.replace(**{name: old[name] for name in changed if name != "data"})
-        step = point.completed
-        lines.append(
-            f"learning rate of step {step}: {_lr(before, step):.6g} before the change, "
-            f"{_lr(recipe, step):.6g} now"
-        )
-    return lines
-
-
-def _lr(recipe: Recipe, step: int) -> float:
-    """Learning rate that a recipe with its number of steps gives `step`."""
-    return recipe.learning_rate * Schedule.from_recipe(recipe, 0).lr_multiplier(step)
-
-
-def _check_architecture(where: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    for key in ARCHITECTURE:
-        if old.get(key) != new.get(key):
-            raise CheckpointError(
-                f"{where} is of another model: {key} is {old.get(key)} there and {new.get(key)} "
-                "in --model-id: use the model that it was trained from, or another --out"
-            )

@@ -25,7 +25,7 @@ from ds_sft.errors import CheckpointError, SavingFailed
 from ds_sft.flags import RunConfig
 from ds_sft.recipe.cadence import is_due, labels, timer_fired
 from ds_sft.recipe.recipe import Recipe
-from ds_sft.run import checkpoint, manifest, reshard, resume
+from ds_sft.run import changes, checkpoint, manifest, reshard, resume
 from ds_sft.run.export import export_live
 from ds_sft.run.health import Health
 from ds_sft.run.hf_format import ExportSource, check_source
@@ -75,6 +75,7 @@ class Saver:
             generation_config=generation_config if run.keep_generation_config else None,
         )
         check_source(self.source)
+        self.fingerprint = changes.fingerprint(data.manifest_sha256, tokenizer_dir)
 
     def barrier(self) -> None:
         """Wait for all ranks, for as long as it takes one of them to write."""
@@ -147,9 +148,9 @@ class Saver:
         dist.broadcast_object_list(box, src=0, device=self.engine.device)
         if isinstance(box[0], str):
             raise CheckpointError(f"{box[0]}: bring one back from a copy, or use another --out")
-        resume.check(
+        changes.check(
             box[0], self.recipe, world_size=dist.get_world_size(),
-            data_sha256=self.data.manifest_sha256, model_config=self.model.config,
+            now=self.fingerprint, model_config=self.model.config,
             allow_change=self.run.allow_change,
         )  # fmt: skip
         return box[0]
@@ -199,6 +200,8 @@ class Saver:
             "world_size": dist.get_world_size(),
             "compute_dtype": self.recipe.compute_dtype,
             "data_manifest_sha256": self.data.manifest_sha256,
+            "fingerprint": self.fingerprint,
+            "versions": changes.package_versions(),
             "recipe": dataclasses.asdict(self.recipe),
             "model": {"config.json": self.model.config},
             "tokenizer_source": str(self.source.tokenizer_dir),

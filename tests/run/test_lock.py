@@ -83,3 +83,56 @@ def test_the_beat_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     while lock.read(tmp_path / "lock")["beat"] < 3:
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+RACER = "import sys; from pathlib import Path; from ds_sft.run.lock import RunLock\n"
+RACER += "sys.stdin.readline()\nRunLock(Path(sys.argv[1])); print('mine', flush=True)\n"
+RACER += "sys.stdin.readline()"
+
+
+def test_of_many_that_start_at_once_over_a_dead_run_one_goes_on(tmp_path: Path) -> None:
+    write(tmp_path / "lock", born=1)
+    command = [sys.executable, "-c", RACER, tmp_path / "lock"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    racers = [subprocess.Popen(command, text=True, **pipes) for _ in range(6)]  # type: ignore[call-overload]
+    for racer in racers:
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    first = [racer.stdout.readline() for racer in racers]
+    assert sorted(first) == ["", "", "", "", "", "mine\n"]
+    (winner,) = [r for r, line in zip(racers, first, strict=True) if line]
+    assert lock.read(tmp_path / "lock")["pid"] == winner.pid
+    for racer in racers:
+        racer.communicate("end\n", timeout=30)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_only_its_own_lock_is_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with RunLock(path):
+        write(path, pid=1, born=1)
+    assert lock.read(path)["pid"] == 1
+    with RunLock(path):
+        assert lock.read(path)["pid"] == os.getpid()
+    assert not path.exists()
+
+
+TAKEN = "import time; from ds_sft.run import lock; lock.BEAT_SECONDS = 0.05\n"
+TAKEN += "from pathlib import Path; import sys; lock.RunLock(Path(sys.argv[1]))\n"
+TAKEN += "print('held', flush=True); time.sleep(60)"
+
+
+def test_a_run_that_was_taken_for_dead_ends_when_it_finds_another_in_its_place(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", TAKEN, tmp_path / "lock"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "held\n"
+    end = time.monotonic() + 30
+    while run.poll() is None and time.monotonic() < end:
+        write(tmp_path / "new", host="elsewhere")
+        (tmp_path / "new").replace(tmp_path / "lock")
+        time.sleep(0.02)
+    assert run.returncode == 1
+    assert f"was taken over by process {os.getpid()} on host elsewhere" in run.stderr.read()
