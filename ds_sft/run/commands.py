@@ -1,10 +1,12 @@
-"""Flags and entry points of `ds-sft export` and `ds-sft verify`.
+"""Flags and entry points of `ds-sft export`, `ds-sft verify` and `ds-sft reshard`.
 
-Imports torch only when a command runs, so that `--help` and argument errors answer at once.
+Imports torch only when a command runs, so that `--help` and argument errors answer at once. The
+commands read and write files and nothing else: DeepSpeed is told not to look for a GPU.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,6 +52,7 @@ class ReshardFlags:
 
 def reshard(flags: ReshardFlags) -> None:
     """Run `ds-sft reshard`; raises CheckpointError."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from ds_sft.run.reshard import convert
 
     convert(flags.checkpoint, flags.out, flags.world_size)
@@ -57,6 +60,7 @@ def reshard(flags: ReshardFlags) -> None:
 
 def export(flags: ExportFlags) -> None:
     """Run `ds-sft export`; raises CheckpointError."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from ds_sft.run.export import export_offline
 
     export_offline(
@@ -69,6 +73,7 @@ def export(flags: ExportFlags) -> None:
 
 def verify(flags: VerifyFlags) -> None:
     """Run `ds-sft verify`: print what was checked; raises CheckpointError or DataError."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from ds_sft.run.verify import verify as verify_path
 
     for line in verify_path(flags.path):

@@ -101,7 +101,15 @@ class Saver:
                 world_size=dist.get_world_size(), first_step=first,
             )  # fmt: skip
         self.barrier()
+        if first and self._on_rank_zero(lambda: self._export_missing(first - 1)):
+            self.export(first - 1)  # a stop interrupted it, or it failed
         return first
+
+    def _on_rank_zero(self, decide: Callable[[], bool]) -> bool:
+        """Rank 0's answer, on every rank."""
+        box = [self.is_main and decide()]
+        dist.broadcast_object_list(box, src=0, device=self.engine.device)
+        return box[0]
 
     def _whole(self, point: ResumePoint | None) -> ResumePoint | None:
         """`point`, or the newest one before it whose files have the hashes of their marker.

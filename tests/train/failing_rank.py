@@ -39,13 +39,17 @@ def main(argv: list[str]) -> None:
         watch.BEAT_SECONDS, watch.SILENT_SECONDS = 0.5, 6.0
         if rank == "1":
             after(step, "train_step", 3, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    elif (rank, where) == ("1", "signal in an export"):
+        after(export, "_write_one", 3, lambda: signal.raise_signal(signal.SIGTERM))
+    elif (rank, where) == ("1", "signal in a save"):
+        after(checkpoint, "seal", 0, lambda: signal.raise_signal(signal.SIGUSR1))
     elif (rank, where) == ("1", "hang"):
         after(step, "train_step", 3, lambda: time.sleep(600))
     train.main(argv)
 
 
 def after(module: Any, name: str, calls: int, fail: Callable[[], None]) -> None:
-    """Let `module.name` work so many times, then fail instead."""
+    """Let `module.name` work so many times; from then on `fail` comes before it."""
     real, count = getattr(module, name), 0
 
     def replaced(*args: Any, **kwargs: Any) -> Any:

@@ -302,7 +302,7 @@ def test_other_data_is_refused(
     manifest = json.loads((tmp_path / "other/manifest.json").read_text())
     (tmp_path / "other/manifest.json").write_text(json.dumps({**manifest, "packing": "other"}))
     assert run_main(monkeypatch, harness.flags(tiny_model, tmp_path / "other", started)) == 2
-    assert "error: data was" in capsys.readouterr().err
+    assert ": data was " in capsys.readouterr().err
 
 
 def test_another_model_is_refused(

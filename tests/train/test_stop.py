@@ -10,7 +10,7 @@ from pathlib import Path
 import harness
 import psutil
 import pytest
-from harness import Running
+from harness import Running, Training, launch_many
 
 from ds_sft.run.layout import labels_in
 
@@ -130,3 +130,31 @@ def test_a_stop_during_start_up_is_not_lost(
         run.process.wait(timeout=30)
     assert run.process.returncode == 75
     assert harness.metrics(out) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "completed"), [("signal in an export", 3), ("signal in a save", 2)]
+)
+def test_a_signal_in_an_export_or_a_save_stops_the_run_with_nothing_half(
+    where: str, completed: int, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Exports of labels 2, 4 and 5; the stopped run is started again."""
+    every = {"--num-train-steps": 6, "--steps-per-hf-export": 2}
+    every["--steps-per-checkpoint"] = 1 if where.endswith("save") else 100
+    runs = []
+    for name in ("straight", "stopped"):
+        words = harness.flags(tiny_model, tiny_data, tmp_path / name, every)
+        how = ({"FAIL_AT": where}, "failing_rank") if name == "stopped" else ()
+        runs.append(Training(words, *how))
+    again = Training(runs[1].args)
+    straight, stopped, ended = launch_many(2, [*runs, again], tmp_path / "work")
+    assert (straight.codes, stopped.codes, ended.codes) == ([0, 0], [75, 75], [0, 0]), stopped.text
+    assert f"after {completed} steps: start it again" in stopped.text
+    assert ("was interrupted: the run stops" in stopped.text) == where.endswith("export")
+    assert f"at step {completed}\n" in ended.text
+    for label in (2, 4, 5):
+        name = f"hf/step-{label}/model.safetensors"
+        assert (ended.out / name).read_bytes() == (straight.out / name).read_bytes()
+    for column in ("label", "loss", "grad_norm"):
+        assert ended.column(column) == straight.column(column)
+    assert not [*ended.out.rglob("*.partial"), *ended.out.rglob("*.replaced")]
