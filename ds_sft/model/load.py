@@ -15,7 +15,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_set_local_fp32_param
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,6 +23,7 @@ from transformers.initialization import no_init_weights
 from ds_sft.data.model_files import weight_files
 from ds_sft.errors import ConfigError
 from ds_sft.model import attention
+from ds_sft.model.partitions import fill_part, resident_sub_groups
 from ds_sft.model.sft import SftModel
 
 
@@ -54,8 +54,7 @@ def build_partitioned(
     with WeightFiles(directory) as files:
         files.check_names(model)
         for name, parameter in model.named_parameters():
-            part = parameter.ds_tensor  # type: ignore[attr-defined]
-            part.data.copy_(files.local_slice(name, parameter).to(part.dtype))
+            fill_part(parameter, files.local_slice(name, parameter))
     return model
 
 
@@ -78,13 +77,15 @@ def restore_float32_masters(model: nn.Module, directory: Path) -> int:
     A bf16 engine makes its masters from the weights that it has already rounded; a checkpoint in
     float32 would lose its low bits for the whole run.
     """
-    count = 0
     with WeightFiles(directory) as files:
-        for name, parameter in model.named_parameters():
-            if files.dtype(name) == "F32":
-                safe_set_local_fp32_param(parameter, files.local_slice(name, parameter))
-                count += 1
-    return count
+        names = {p: name for name, p in model.named_parameters() if files.dtype(name) == "F32"}
+        zero = next(model.parameters())._z3_optimizer if names else None
+        for index, flat in resident_sub_groups(zero) if names else ():
+            for parameter in (p for p in zero.fp16_groups[index] if p in names):
+                _, offset, size = zero.grad_position[zero.get_param_id(parameter)]
+                values = files.local_slice(names[parameter], parameter)
+                flat.data.narrow(0, offset, size).copy_(values)
+    return len(names)
 
 
 class WeightFiles:

@@ -1,0 +1,40 @@
+"""This rank's parts of parameters and of masters, in memory or in DeepSpeed's swap files.
+
+Owns the two ways to write them from outside of a training step. A part may be swapped to NVMe
+(`offload_param`), and so may a sub-group's masters and moments (`offload_optimizer`); whoever fills
+one goes through here and needs not know. Invariant: one sub-group at a time is in memory on behalf
+of the caller, and is written back before the next one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+
+def fill_part(parameter: Any, values: torch.Tensor) -> None:
+    """Set this rank's part of a partitioned parameter to flat `values`, cast to its dtype."""
+    if parameter.ds_tensor.status is PartitionedParamStatus.AVAILABLE:
+        parameter.ds_tensor.data.copy_(values)
+        return
+    # In the file; what `ds_tensor` holds meanwhile is a placeholder of another dtype.
+    parameter.nvme_swapper.get_buffer(parameter, values.numel()).copy_(values)
+    parameter.nvme_swapper.swap_out_and_release([parameter])
+
+
+def resident_sub_groups(zero: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield index and flat masters of every sub-group of a ZeRO-3 optimizer, to be written.
+
+    While a sub-group is yielded its state is in memory; what the caller leaves in the masters and
+    in the optimizer's state is what DeepSpeed goes on with.
+    """
+    for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+        swapped = zero._swappable_optimizer_subgroup(index)
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_in(index)
+        yield index, flat
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_out(index)
