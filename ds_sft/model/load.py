@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from ds_sft.data.model_files import weight_files
 from ds_sft.errors import ConfigError
 from ds_sft.model import attention
-from ds_sft.model.partitions import fill_part, resident_sub_groups
+from ds_sft.model.partitions import fetch_once, fill_part, resident_sub_groups
 from ds_sft.model.sft import SftModel
 
 
@@ -51,6 +51,7 @@ def build_partitioned(
     causal_lm.get_input_embeddings().padding_idx = None
     causal_lm.activation_checkpointing_enable({"use_reentrant": False})
     model = SftModel(causal_lm, loss_chunk_size)
+    fetch_once(model)
     with WeightFiles(directory) as files:
         files.check_names(model)
         for name, parameter in model.named_parameters():

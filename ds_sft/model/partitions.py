@@ -25,6 +25,23 @@ def fill_part(parameter: Any, values: torch.Tensor) -> None:
     parameter.nvme_swapper.swap_out_and_release([parameter])
 
 
+def fetch_once(model: torch.nn.Module) -> None:
+    """Let DeepSpeed swap a parameter in once where it asks for it several times at once.
+
+    Its prefetch lists a parameter as often as the coming modules use it; the head of a chunked loss
+    is used once a chunk, and the second entry fails an assertion (measured with 0.19.8).
+    """
+    swapper = next(model.parameters()).nvme_swapper  # type: ignore[attr-defined]
+    if swapper is None:
+        return
+    swap_in = swapper.swap_in
+
+    def swap_in_each_once(params: list[Any], *args: Any, **kwargs: Any) -> Any:
+        return swap_in(list({param.ds_id: param for param in params}.values()), *args, **kwargs)
+
+    swapper.swap_in = swap_in_each_once
+
+
 def resident_sub_groups(zero: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield index and flat masters of every sub-group of a ZeRO-3 optimizer, to be written.
 
