@@ -129,7 +129,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     )
     batches.check_targets(schedule.num_steps)
     _check_place(run, None if model is None else model.directory)
-    swap_files.check(ds_config, None if model is None else model.num_parameters, world_size)
+    swap_files.check(ds_config, model, world_size)
     point = _check_resume(run, recipe, data, model, world_size, notes)
     _note_oddities(run, recipe, schedule, batches, model, notes)
     return Plan(

@@ -205,9 +205,14 @@ def _check_nvme(zero: dict[str, Any], where: str | Path, nvme_path: Path | None)
                 "local NVMe disk there, or with --nvme-path"
             )
         zero[name] = section
-    optimizer = zero.get("offload_optimizer", {})
+    if "offload_param" in on_nvme and zero.get("stage3_max_reuse_distance") != 0:
+        raise ConfigError(
+            f"{where}: `zero_optimization.stage3_max_reuse_distance` must be 0 with offload_param "
+            "on NVMe: DeepSpeed fails when it wants to keep more parameters than it has buffers"
+        )
     if "offload_optimizer" not in on_nvme:
         return
+    optimizer = zero["offload_optimizer"]
     if optimizer.get("buffer_count", BUFFERS_OF_ADAM) < BUFFERS_OF_ADAM:
         raise ConfigError(
             f"{where}: `zero_optimization.offload_optimizer.buffer_count` is "

@@ -5,7 +5,7 @@ same path would overwrite each other's state, and a killed run leaves its files 
 process has a directory of its own, held by a lock for as long as it lives. Invariants: nobody
 writes into a directory that another process holds; a directory whose process is dead is removed by
 the next run that comes to the same path, and its own is removed when a process ends. Nothing in it
-is ever read again: what survives a run is in its checkpoints. No torch, no DeepSpeed.
+is ever read again: what survives a run is in its checkpoints. Torch and DeepSpeed only in `claim`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 import shutil
@@ -21,12 +22,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from ds_sft.data.model_files import ModelFiles
 from ds_sft.errors import ConfigError
 
 PREFIX = "ds-sft-swap-"
 OFFLOADS = ("offload_optimizer", "offload_param")
 # Masters, two moments and the gradient of a step, all float32.
 OPTIMIZER_BYTES = 16
+BUFFER_SIZE = 100_000_000  # DeepSpeed's, where the file says nothing
 IN_MEMORY = ("tmpfs", "ramfs")
 GPUS_OF_A_HOST = 8  # assumed by a plan; a launched run knows
 _LOCK = "lock"
@@ -50,17 +53,19 @@ def bytes_per_parameter(ds_config: dict[str, Any], name: str) -> int:
     return 2 if ds_config.get("bf16", {}).get("enabled") else 4
 
 
-def check(ds_config: dict[str, Any], num_parameters: int | None, world_size: int) -> None:
+def check(ds_config: dict[str, Any], model: ModelFiles | None, world_size: int) -> None:
     """Raise ConfigError unless each place of swap files is a disk with enough room for this host.
 
-    `num_parameters` None leaves the room unchecked.
+    Without a `model` the sizes are left unchecked.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, GPUS_OF_A_HOST)))
     needed: dict[Path, int] = {}
     for name, path in paths(ds_config).items():
         _check_place(path)
-        share = 0 if num_parameters is None else num_parameters * here // world_size
+        share = 0 if model is None else model.num_parameters * here // world_size
         needed[path] = needed.get(path, 0) + share * bytes_per_parameter(ds_config, name)
+    if model is not None and "offload_param" in paths(ds_config):
+        _check_buffers(ds_config["zero_optimization"]["offload_param"], model, world_size)
     for path, size in needed.items():
         free = shutil.disk_usage(path).free + sum(map(_size, _abandoned(path)))
         if free < size:
@@ -68,6 +73,16 @@ def check(ds_config: dict[str, Any], num_parameters: int | None, world_size: int
                 f"nvme_path {path} has {free / 1e9:.1f} GB free, but {here} ranks of this host "
                 f"swap {size / 1e9:.1f} GB to it: make room, or name another --nvme-path"
             )
+
+
+def _check_buffers(section: dict[str, Any], model: ModelFiles, world_size: int) -> None:
+    numel, name = max((math.prod(shape), name) for name, (shape, _) in model.tensors.items())
+    wanted, given = -(-numel // world_size), section.get("buffer_size", BUFFER_SIZE)
+    if given < wanted:
+        raise ConfigError(
+            f"`zero_optimization.offload_param.buffer_size` is {given:,}, but a rank's part of "
+            f"{name} has {wanted:,} elements: write at least that"
+        )
 
 
 def _check_place(path: Path) -> None:
@@ -113,8 +128,11 @@ def file_system(path: Path) -> str:
 def claim(ds_config: dict[str, Any]) -> dict[str, Any]:
     """`ds_config` with directories of this process alone in place of each nvme_path.
 
-    Removes what dead processes left beside them. Raises ConfigError.
+    Removes what dead processes left beside them. Raises ConfigError, also when the operator that
+    reads and writes them cannot be built.
     """
+    if paths(ds_config):
+        _need_async_io()
     made: dict[Path, Path] = {}
     zero = dict(ds_config["zero_optimization"])
     for name, path in paths(ds_config).items():
@@ -125,6 +143,20 @@ def claim(ds_config: dict[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"nvme_path {path} cannot be written: {error}") from None
         zero[name] = {**zero[name], "nvme_path": str(made[path])}
     return {**ds_config, "zero_optimization": zero}
+
+
+def _need_async_io() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    try:
+        AsyncIOBuilder().load(verbose=False)
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"NVMe offload needs DeepSpeed's async_io, which cannot be built here ({reason}): "
+            "install libaio's headers (Debian: libaio-dev) and run `python scripts/build_ops.py "
+            "async_io`, or use ds_configs/zero3_offload_optimizer.json"
+        ) from error
 
 
 def _own_directory(path: Path) -> Path:
