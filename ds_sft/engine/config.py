@@ -213,11 +213,13 @@ def _check_nvme(zero: dict[str, Any], where: str | Path, nvme_path: Path | None)
     if "offload_optimizer" not in on_nvme:
         return
     optimizer = zero["offload_optimizer"]
-    if optimizer.get("buffer_count", BUFFERS_OF_ADAM) < BUFFERS_OF_ADAM:
+    pipelines = [k for k in ("pipeline_read", "pipeline_write") if optimizer.get(k)]
+    wanted = BUFFERS_OF_ADAM * (1 + len(pipelines))
+    if optimizer.get("buffer_count", BUFFERS_OF_ADAM) < wanted:
         raise ConfigError(
-            f"{where}: `zero_optimization.offload_optimizer.buffer_count` is "
-            f"{optimizer['buffer_count']}, but Adam needs {BUFFERS_OF_ADAM} at a time: master, two "
-            "moments and gradient"
+            f"{where}: `zero_optimization.offload_optimizer.buffer_count` must be at least {wanted}"
+            f"{' with ' + ' and '.join(pipelines) if pipelines else ''}: {BUFFERS_OF_ADAM} for each "
+            "sub-group in memory (master, two moments, gradient)"
         )
     if optimizer.get("ratio", 1.0) < 1.0:
         raise ConfigError(
