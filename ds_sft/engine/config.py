@@ -216,10 +216,10 @@ def _check_nvme(zero: dict[str, Any], where: str | Path, nvme_path: Path | None)
     pipelines = [k for k in ("pipeline_read", "pipeline_write") if optimizer.get(k)]
     wanted = BUFFERS_OF_ADAM * (1 + len(pipelines))
     if optimizer.get("buffer_count", BUFFERS_OF_ADAM) < wanted:
+        why = f" with {' and '.join(pipelines)}" if pipelines else ""
         raise ConfigError(
             f"{where}: `zero_optimization.offload_optimizer.buffer_count` must be at least {wanted}"
-            f"{' with ' + ' and '.join(pipelines) if pipelines else ''}: {BUFFERS_OF_ADAM} for each "
-            "sub-group in memory (master, two moments, gradient)"
+            f"{why}: {BUFFERS_OF_ADAM} for a sub-group (master, two moments, gradient)"
         )
     if optimizer.get("ratio", 1.0) < 1.0:
         raise ConfigError(

@@ -80,8 +80,10 @@ def restore_float32_masters(model: nn.Module, directory: Path) -> int:
     """
     with WeightFiles(directory) as files:
         names = {p: name for name, p in model.named_parameters() if files.dtype(name) == "F32"}
-        zero = next(model.parameters())._z3_optimizer if names else None
-        for index, flat in resident_sub_groups(zero) if names else ():
+        if not names:
+            return 0  # the masters need not be read from a disk
+        zero: Any = next(model.parameters())._z3_optimizer  # type: ignore[attr-defined]
+        for index, flat in resident_sub_groups(zero):
             for parameter in (p for p in zero.fp16_groups[index] if p in names):
                 _, offset, size = zero.grad_position[zero.get_param_id(parameter)]
                 values = files.local_slice(names[parameter], parameter)

@@ -129,7 +129,7 @@ def test_the_optimizer_follows_the_offload(zero: dict[str, Any], kind: str) -> N
         ),
         (
             {"zero_optimization": {"offload_optimizer": {**NVME, "buffer_count": 3}}},
-            "buffer_count` must be at least 4: 4 for each",
+            "buffer_count` must be at least 4: 4 for a",
         ),
         (
             {"zero_optimization": {"offload_optimizer": {**NVME, "pipeline_read": True}}},
