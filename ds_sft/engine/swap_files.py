@@ -5,7 +5,7 @@ same path would overwrite each other's state, and a killed run leaves its files 
 process has a directory of its own, held by a lock for as long as it lives. Invariants: nobody
 writes into a directory that another process holds; a directory whose process is dead is removed by
 the next run that comes to the same path, and its own is removed when a process ends. Nothing in it
-is ever read again: what survives a run is in its checkpoints. Torch and DeepSpeed only in `claim`.
+is ever read again: what survives a run is in its checkpoints. Leaves the writing to `aio`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ds_sft.data.model_files import ModelFiles
+from ds_sft.engine import aio
 from ds_sft.errors import ConfigError
 
 PREFIX = "ds-sft-swap-"
@@ -132,7 +133,7 @@ def claim(ds_config: dict[str, Any]) -> dict[str, Any]:
     reads and writes them cannot be built.
     """
     if paths(ds_config):
-        _need_async_io()
+        aio.prepare()
     made: dict[Path, Path] = {}
     zero = dict(ds_config["zero_optimization"])
     for name, path in paths(ds_config).items():
@@ -143,20 +144,6 @@ def claim(ds_config: dict[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"nvme_path {path} cannot be written: {error}") from None
         zero[name] = {**zero[name], "nvme_path": str(made[path])}
     return {**ds_config, "zero_optimization": zero}
-
-
-def _need_async_io() -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    try:
-        AsyncIOBuilder().load(verbose=False)
-    except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"NVMe offload needs DeepSpeed's async_io, which cannot be built here ({reason}): "
-            "install libaio's headers (Debian: libaio-dev) and run `python scripts/build_ops.py "
-            "async_io`, or use ds_configs/zero3_offload_optimizer.json"
-        ) from error
 
 
 def _own_directory(path: Path) -> Path:
