@@ -187,4 +187,9 @@ def _is_held(directory: Path) -> bool:
 
 
 def _size(directory: Path) -> int:
-    return sum(f.stat().st_blocks * 512 for f in directory.rglob("*") if f.is_file())
+    size = 0
+    for folder, _, names in os.walk(directory):  # which passes over what vanishes meanwhile
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += Path(folder, name).stat().st_blocks * 512
+    return size
