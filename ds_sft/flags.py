@@ -46,6 +46,8 @@ class RunConfig:
     """Named recipe (qwen3-8b, qwen3-4b, qwen3-1.7b) or a .toml file."""
     deepspeed_config: Path = Path("ds_configs/zero3.json")
     """Plain DeepSpeed JSON; what the recipe decides is not in it."""
+    nvme_path: Path | None = None
+    """Directory on a local disk for swap files; default: nvme_path of the DeepSpeed JSON."""
     tokenizer: str = ""
     """Tokenizer that exports write; default: the one stored with the data, else the model's."""
     epochs: float = 0.0

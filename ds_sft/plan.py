@@ -19,6 +19,7 @@ from typing import Any
 from ds_sft.data.model_files import ModelFiles, find_model
 from ds_sft.data.order import pack_order
 from ds_sft.data.packed import PackedDataset
+from ds_sft.engine import swap_files
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.errors import ConfigError, DataError
 from ds_sft.flags import RunConfig, parse_with_recipe
@@ -104,6 +105,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         recipe,
         world_size=world_size,
         per_device_batch=run.per_device_batch,
+        nvme_path=run.nvme_path,
     )
     data = PackedDataset.open(run.data)
     if data.num_packs == 0:
@@ -127,6 +129,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     )
     batches.check_targets(schedule.num_steps)
     _check_place(run, None if model is None else model.directory)
+    swap_files.check(ds_config, model, world_size)
     point = _check_resume(run, recipe, data, model, tokenizer_dir, world_size, notes)
     _note_oddities(run, recipe, schedule, batches, model, notes)
     return Plan(

@@ -23,6 +23,7 @@ BUILDERS = {
     "fused_adam": "FusedAdamBuilder",
     "async_io": "AsyncIOBuilder",
 }
+NEEDS = {"async_io": "install libaio's headers (scripts/install_nvme_deps.sh, as root)"}
 # A builder takes the lock a moment before its compiler starts: a younger lock may be in use.
 STALE_AFTER_SECONDS = 60.0
 
@@ -74,7 +75,8 @@ def build(op: str) -> float:
     started = time.monotonic()
     builder = get_accelerator().create_op_builder(BUILDERS[op])
     if builder is None or not builder.is_compatible():
-        sys.exit(f"error: DeepSpeed cannot build {op} here: see `ds_report` for what is missing")
+        hint = NEEDS.get(op, "see `ds_report` for what is missing")
+        sys.exit(f"error: DeepSpeed cannot build {op} here: {hint}")
     builder.load(verbose=False)
     return time.monotonic() - started
 
@@ -89,6 +91,8 @@ def main() -> None:
 
     accelerator = get_accelerator()
     names = {accelerator.create_op_builder(BUILDERS[op]).name for op in args.ops}
+    if "async_io" in args.ops:
+        names.add("pin_memory")  # which it builds and loads first
     for lock in clear_stale_locks(extension_root(), names, STALE_AFTER_SECONDS):
         print(f"removed a lock that no build holds: {lock}")
     for op in args.ops:

@@ -29,8 +29,8 @@ finish() {
   exit "$first_failure"
 }
 
-# Only slow tests load a packaged model, run lm-eval or step on the CPU Adam operator; without them
-# the quick run is spared half a minute of downloads and a minute of compiling.
+# Only slow tests load a packaged model, run lm-eval, step on the CPU Adam operator or swap to disk;
+# without them the quick run is spared half a minute of downloads and minutes of compiling.
 slow=yes
 for word in "$@"; do
   case $word in *"not slow"*)
@@ -55,6 +55,10 @@ install() {
   if [ "$(id -u)" -eq 0 ] && [ -f scripts/install_two_host_deps.sh ]; then
     bash scripts/install_two_host_deps.sh </dev/null || return
   fi
+  # libaio's headers for the operator of the NVMe tests; without root its build says what is missing.
+  if [ $slow = yes ] && [ "$(id -u)" -eq 0 ] && [ -f scripts/install_nvme_deps.sh ]; then
+    bash scripts/install_nvme_deps.sh </dev/null || return
+  fi
 }
 
 # The tests run on CPU ranks and on files that they make: no GPU, no hub.
@@ -62,7 +66,7 @@ export DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 stage install install || finish
 export PATH=$VENV/bin:$PATH
-[ $slow = no ] || stage ops python scripts/build_ops.py cpu_adam || finish
+[ $slow = no ] || stage ops python scripts/build_ops.py cpu_adam async_io || finish
 stage ruff ruff check .
 stage format ruff format --check .
 stage mypy mypy

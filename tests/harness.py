@@ -234,6 +234,14 @@ class Running:
                 continue
 
 
+def same_files(one: Path, two: Path) -> bool:
+    """Whether two flat directories hold the same names with the same bytes."""
+    names = [sorted(p.name for p in folder.iterdir()) for folder in (one, two)]
+    return names[0] == names[1] and all(
+        (one / name).read_bytes() == (two / name).read_bytes() for name in names[0]
+    )
+
+
 def flip_a_bit(path: Path) -> None:
     """Damage a file as a bad disk does: same size, one bit in the middle."""
     with path.open("r+b") as file:

@@ -193,9 +193,13 @@ CASES: dict[str, Case] = {
     "ZeRO stage 2": (lambda p: p.deepspeed({ZERO: {"stage": 2}}), "built on stage 3"),
     "text in a JSON number": (
         lambda p: p.deepspeed({ZERO: {"sub_group_size": "1e9"}}), "must be a whole number"),
-    "NVMe": (
+    "NVMe without a path": (
         lambda p: p.deepspeed({ZERO: {"offload_optimizer": {"device": "nvme"}}}),
-        "NVMe offload is not supported yet"),
+        "nvme_path` is missing"),
+    "NVMe path that is not there": (
+        lambda p: p.deepspeed({ZERO: {"offload_optimizer": {"device": "nvme"}}})
+        | {"--nvme-path": p.root / "none"}, "none is not a directory"),
+    "NVMe path for nothing": (lambda p: {"--nvme-path": p.root}, "puts nothing on NVMe"),
     # the data
     "no data directory": (lambda p: {"--data": p.root / "none"}, "none is not a directory"),
     "data without manifest": (

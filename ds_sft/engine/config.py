@@ -20,6 +20,7 @@ from ds_sft.errors import ConfigError
 from ds_sft.recipe.recipe import Recipe
 
 _NEVER = 2**31 - 1
+BUFFERS_OF_ADAM = 4
 _SHORT_DTYPE = {"bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -55,11 +56,13 @@ def engine_config(
     *,
     world_size: int,
     per_device_batch: int,
+    nvme_path: Path | None = None,
 ) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize` from the keys of the file called `where`.
 
     The engine counts one microbatch a step: the train step marks the boundary itself, so that the
-    number of microbatches can follow from the world size. Raises ConfigError.
+    number of microbatches can follow from the world size. `nvme_path` replaces the file's.
+    Raises ConfigError.
     """
     check_keys(json_dict, where)
     zero = {
@@ -73,6 +76,7 @@ def engine_config(
             f"{where}: `zero_optimization.stage` is {zero['stage']}: ds_sft is built on stage 3"
         )
     _check_offload(zero, where, world_size)
+    _check_nvme(zero, where, nvme_path)
     owned: dict[str, Any] = {
         "train_batch_size": per_device_batch * world_size,
         "train_micro_batch_size_per_gpu": per_device_batch,
@@ -89,9 +93,9 @@ def engine_config(
 
 
 def optimizer_kind(ds_config: dict[str, Any]) -> str:
-    """`cpu_adam` when the optimizer's state lives in host memory, else `adamw`."""
+    """`cpu_adam` when the optimizer's state lives off the GPU, else `adamw`."""
     offload = ds_config["zero_optimization"].get("offload_optimizer", {})
-    return "cpu_adam" if offload.get("device", "none") == "cpu" else "adamw"
+    return "adamw" if offload.get("device", "none") == "none" else "cpu_adam"
 
 
 def check_keys(
@@ -169,11 +173,6 @@ def _check_value(value: object, rule: Value, path: str, where: str | Path) -> No
 
 def _check_offload(zero: dict[str, Any], where: str | Path, world_size: int) -> None:
     for name in ("offload_optimizer", "offload_param"):
-        if zero.get(name, {}).get("device", "none").lower() == "nvme":
-            raise ConfigError(
-                f"{where}: NVMe offload is not supported yet: `zero_optimization.{name}.device` "
-                "must be cpu or none"
-            )
         if "device" in zero.get(name, {}):
             zero[name] = {**zero[name], "device": zero[name]["device"].lower()}
     hpz = zero.get("zero_hpz_partition_size", 1)
@@ -181,6 +180,51 @@ def _check_offload(zero: dict[str, Any], where: str | Path, world_size: int) -> 
         raise ConfigError(
             f"{where}: `zero_optimization.zero_hpz_partition_size` is {hpz}, which does not divide "
             f"the world size {world_size}: use the number of GPUs of one host"
+        )
+
+
+def _check_nvme(zero: dict[str, Any], where: str | Path, nvme_path: Path | None) -> None:
+    """Write the path into the sections that are on NVMe; refuse what would fail in a step."""
+    on_nvme = [
+        name
+        for name in ("offload_optimizer", "offload_param")
+        if zero.get(name, {}).get("device") == "nvme"
+    ]
+    if nvme_path is not None and not on_nvme:
+        raise ConfigError(
+            f"--nvme-path {nvme_path}: {where} puts nothing on NVMe: drop the flag, or use "
+            "ds_configs/zero3_offload_optimizer_nvme.json"
+        )
+    for name in on_nvme:
+        section = dict(zero[name])
+        if nvme_path is not None:
+            section["nvme_path"] = str(nvme_path)
+        if not section.get("nvme_path"):
+            raise ConfigError(
+                f"{where}: `zero_optimization.{name}.nvme_path` is missing: name a directory on a "
+                "local NVMe disk there, or with --nvme-path"
+            )
+        zero[name] = section
+    if "offload_param" in on_nvme and zero.get("stage3_max_reuse_distance") != 0:
+        raise ConfigError(
+            f"{where}: `zero_optimization.stage3_max_reuse_distance` must be 0 with offload_param "
+            "on NVMe: DeepSpeed fails when it wants to keep more parameters than it has buffers"
+        )
+    if "offload_optimizer" not in on_nvme:
+        return
+    optimizer = zero["offload_optimizer"]
+    pipelines = [k for k in ("pipeline_read", "pipeline_write") if optimizer.get(k)]
+    wanted = BUFFERS_OF_ADAM * (1 + len(pipelines))
+    if optimizer.get("buffer_count", BUFFERS_OF_ADAM) < wanted:
+        why = f" with {' and '.join(pipelines)}" if pipelines else ""
+        raise ConfigError(
+            f"{where}: `zero_optimization.offload_optimizer.buffer_count` must be at least {wanted}"
+            f"{why}: {BUFFERS_OF_ADAM} for a sub-group (master, two moments, gradient)"
+        )
+    if optimizer.get("ratio", 1.0) < 1.0:
+        raise ConfigError(
+            f"{where}: `zero_optimization.offload_optimizer.ratio` is {optimizer['ratio']}, but "
+            "what is on NVMe is updated by the CPU alone: drop the key"
         )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_set_local_fp32_param
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,6 +23,7 @@ from transformers.initialization import no_init_weights
 from ds_sft.data.model_files import weight_files
 from ds_sft.errors import ConfigError
 from ds_sft.model import attention
+from ds_sft.model.partitions import fetch_once, fill_part, resident_sub_groups
 from ds_sft.model.sft import SftModel
 
 
@@ -51,11 +51,11 @@ def build_partitioned(
     causal_lm.get_input_embeddings().padding_idx = None
     causal_lm.activation_checkpointing_enable({"use_reentrant": False})
     model = SftModel(causal_lm, loss_chunk_size)
+    fetch_once(model)
     with WeightFiles(directory) as files:
         files.check_names(model)
         for name, parameter in model.named_parameters():
-            part = parameter.ds_tensor  # type: ignore[attr-defined]
-            part.data.copy_(files.local_slice(name, parameter).to(part.dtype))
+            fill_part(parameter, files.local_slice(name, parameter))
     return model
 
 
@@ -78,13 +78,17 @@ def restore_float32_masters(model: nn.Module, directory: Path) -> int:
     A bf16 engine makes its masters from the weights that it has already rounded; a checkpoint in
     float32 would lose its low bits for the whole run.
     """
-    count = 0
     with WeightFiles(directory) as files:
-        for name, parameter in model.named_parameters():
-            if files.dtype(name) == "F32":
-                safe_set_local_fp32_param(parameter, files.local_slice(name, parameter))
-                count += 1
-    return count
+        names = {p: name for name, p in model.named_parameters() if files.dtype(name) == "F32"}
+        if not names:
+            return 0  # the masters need not be read from a disk
+        zero: Any = next(model.parameters())._z3_optimizer  # type: ignore[attr-defined]
+        for index, flat in resident_sub_groups(zero):
+            for parameter in (p for p in zero.fp16_groups[index] if p in names):
+                _, offset, size = zero.grad_position[zero.get_param_id(parameter)]
+                values = files.local_slice(names[parameter], parameter)
+                flat.data.narrow(0, offset, size).copy_(values)
+    return len(names)
 
 
 class WeightFiles:

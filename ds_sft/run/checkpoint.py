@@ -29,6 +29,7 @@ from ds_sft.run.export import Barrier, RankZero
 from ds_sft.run.layout import labels_in, step_dir
 from ds_sft.run.resume import FORMAT, META_NAME
 from ds_sft.run.seal import Files, names_in, seal
+from ds_sft.run.swapped import no_copy_of_swap_files, with_swapped
 
 
 def save(
@@ -75,10 +76,10 @@ def _write_states(engine: Any, partial: Path) -> Files:
     problems: list[str] = []
     write = engine.checkpoint_engine.save
 
-    def write_or_note(*args: Any, **kwargs: Any) -> Any:
+    def write_or_note(state_dict: dict[str, Any], path: str) -> Any:
         # Raising here would leave the other ranks in DeepSpeed's own barrier.
         try:
-            return write(*args, **kwargs)
+            return write(with_swapped(engine.optimizer, state_dict), path)
         except Exception as error:
             problems.append((str(error) or type(error).__name__).splitlines()[0])
 
@@ -86,7 +87,8 @@ def _write_states(engine: Any, partial: Path) -> Files:
     # `ds-sft export` replaces its conversion scripts, and rank 0 could fail alone in copying them.
     engine._copy_recovery_script = lambda save_path: None
     try:
-        engine.save_checkpoint(str(partial.parent), tag=partial.name, save_latest=False)
+        with no_copy_of_swap_files(engine):
+            engine.save_checkpoint(str(partial.parent), tag=partial.name, save_latest=False)
     finally:
         engine.checkpoint_engine.save = write
     mine: Files = {}

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ds_sft.errors import CheckpointError
+from ds_sft.model.partitions import resident_sub_groups
 from ds_sft.run.atomic import atomic_directory
 from ds_sft.run.native import MASTERS, MOMENTS, NativeCheckpoint, load_states, rank_files
 from ds_sft.run.resume import META_NAME
@@ -39,16 +40,16 @@ def load(engine: Any, native: NativeCheckpoint) -> None:
     if native.adam_step == 0:
         raise CheckpointError(f"{native.path} holds no optimizer state: it cannot be gone on from")
     zero.checkpoint_event_prologue()  # everything partitioned, small parameters too
-    for flat, params in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+    for index, flat in resident_sub_groups(zero):
         moments = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
-        for param in params:
+        for param in zero.fp16_groups[index]:
             _, offset, size = zero.grad_position[zero.get_param_id(param)]
             start = dist.get_rank() * size
             for key, whole in {MASTERS: flat.data, **moments}.items():
                 whole.narrow(0, offset, size).copy_(native.part(names[param], start, size, key))
-            # The weights of the forward pass are the masters, rounded as after an update.
-            param.ds_tensor.data.copy_(flat.data.narrow(0, offset, size))
         zero.optimizer.state[flat] = {"step": _step(zero.optimizer, native, flat), **moments}
+        # The weights of the forward pass are the masters, rounded and put away as after an update.
+        zero._reassign_or_swap_out_partitioned_parameters(index)
     zero.checkpoint_event_epilogue()
     engine.global_steps = native.meta["completed"]
 

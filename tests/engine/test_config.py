@@ -14,6 +14,7 @@ from ds_sft.recipe.recipe import RECIPES, Recipe
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
 RECIPE = RECIPES["qwen3-8b"]
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
 
 
 def config(values: dict[str, Any], recipe: Recipe = RECIPE, world_size: int = 8) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def test_what_the_file_says_about_speed_is_kept_and_the_file_is_not_changed() ->
         ({"offload_optimizer": {"device": "none"}}, "adamw"),
         ({"offload_param": {"device": "cpu"}}, "adamw"),
         ({"offload_optimizer": {"device": "cpu"}}, "cpu_adam"),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}, "cpu_adam"),
     ],
 )
 def test_the_optimizer_follows_the_offload(zero: dict[str, Any], kind: str) -> None:
@@ -119,8 +121,21 @@ def test_the_optimizer_follows_the_offload(zero: dict[str, Any], kind: str) -> N
         ({"overlap_comm": True}, "it belongs to `zero_optimization`"),
         ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, "mean `zero_opt"),
         ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, "one of none, cpu, nvme"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "NVMe offload is not"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "NVMe offload is not"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "nvme_path` is missing"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme_path` is missing"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/nvme"}}},
+            "`zero_optimization.stage3_max_reuse_distance` must be 0",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {**NVME, "buffer_count": 3}}},
+            "buffer_count` must be at least 4: 4 for a",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {**NVME, "pipeline_read": True}}},
+            "must be at least 8 with pipeline_read: 4",
+        ),
+        ({"zero_optimization": {"offload_optimizer": {**NVME, "ratio": 0.5}}}, "the CPU alone"),
         ({"zero_optimization": {"offload_optimizer": {"ratio": 1.5}}}, "at least 0 and at most 1"),
         ({"zero_optimization": {"offload_optimizer": "cpu"}}, "must be an object"),
         ({"zero_optimization": {"cpu_offload": True}}, '"offload_optimizer": {"device": "cpu"}'),
@@ -328,3 +343,21 @@ def test_deepspeed_itself_reads_what_we_make(path: Path, monkeypatch: pytest.Mon
     assert read.zero_config.stage == 3
     assert read.zero_config.reduce_scatter
     assert (read.zero_config.offload_optimizer is not None) == ("offload" in path.name)
+
+
+def test_the_flag_names_the_place_of_everything_on_nvme_and_of_nothing_else() -> None:
+    zero = {
+        "offload_optimizer": NVME, "offload_param": {"device": "NVMe"},
+        "stage3_max_reuse_distance": 0,
+    }  # fmt: skip
+    made = engine_config(
+        {"zero_optimization": zero}, "my.json", RECIPE,
+        world_size=8, per_device_batch=2, nvme_path=Path("/fast"),
+    )["zero_optimization"]  # fmt: skip
+    for name in ("offload_optimizer", "offload_param"):
+        assert made[name]["nvme_path"] == "/fast"
+        assert made[name]["device"] == "nvme"
+    with pytest.raises(ConfigError, match=r"--nvme-path /fast: my\.json puts nothing on NVMe"):
+        engine_config(
+            {}, "my.json", RECIPE, world_size=8, per_device_batch=2, nvme_path=Path("/fast")
+        )

@@ -140,7 +140,7 @@ def test_arguments_reach_pytest_and_the_quick_run_compiles_less(fake_checkout: P
     quick = run_tests(fake_checkout, "-m", "not slow").stdout
     assert "ran: -m pytest -m not slow" in quick
     assert "build_ops.py" not in quick
-    assert "build_ops.py cpu_adam\n" in run_tests(fake_checkout).stdout
+    assert "build_ops.py cpu_adam async_io\n" in run_tests(fake_checkout).stdout
 
 
 def test_a_failed_install_ends_the_run_and_is_the_exit_code(fake_checkout: Path) -> None:
