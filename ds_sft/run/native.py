@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ds_sft.data.sealed import is_damaged
 from ds_sft.errors import CheckpointError
 from ds_sft.run.hf_format import ExportSource, read_json_object
 from ds_sft.run.resume import FORMAT, META_NAME
@@ -145,6 +146,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has no {META_NAME}: it is no native checkpoint, or was not written to its end"
         )
+    if is_damaged((path / META_NAME).read_bytes()):
+        raise CheckpointError(f"{path / META_NAME} was changed after it was written")
     meta = read_json_object(path / META_NAME)
     if meta.get("format") != FORMAT:
         raise CheckpointError(
