@@ -55,6 +55,17 @@ class NativeCheckpoint:
         return len(self.flat_groups[MASTERS])
 
     @classmethod
+    def open_checked(cls, path: Path) -> NativeCheckpoint:
+        """`open`, once every listed file is known to be as it was written; reads all of them.
+
+        Before the files are parsed: what a damaged one holds could send the blame anywhere.
+        """
+        files = read_meta(path).get("files", {})
+        check_sizes(path, files)
+        check_hashes(path, files)
+        return cls.open(path)
+
+    @classmethod
     def open(cls, path: Path) -> NativeCheckpoint:
         """Map every rank's file and check that they fit together; raises CheckpointError."""
         meta = read_meta(path)
@@ -89,12 +100,6 @@ class NativeCheckpoint:
             flat_groups=flat_groups,
             adam_step=max(steps, default=0),
         )
-
-    def check_files(self) -> None:
-        """Raise CheckpointError unless every file is as it was written; reads all of them."""
-        files = self.meta.get("files", {})
-        check_sizes(self.path, files)
-        check_hashes(self.path, files)
 
     def part(self, name: str, start: int, size: int, kind: str) -> torch.Tensor:
         """`size` values of a flat parameter from `start` on, with zeros beyond its end [size]."""

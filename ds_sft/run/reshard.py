@@ -65,8 +65,7 @@ def convert(source: Path, out: Path, world_size: int) -> None:
         raise CheckpointError(f"--world-size {world_size} is not a number of ranks: use 1 or more")
     if out.exists():
         raise CheckpointError(f"{out} exists: remove it or name another --out")
-    native = NativeCheckpoint.open(source)
-    native.check_files()
+    native = NativeCheckpoint.open_checked(source)
     if not (source / "model").is_dir():
         raise CheckpointError(f"{source}/model is missing: the checkpoint is not whole")
     old_rank_0 = {kind: rank_files(source, kind, native.world_size)[0] for kind in FILE_KINDS}

@@ -40,7 +40,9 @@ def verify(path: Path) -> list[str]:
     if (path / META_NAME).exists() or any(path.glob("*_optim_states.pt")):
         return verify_native(path)
     if (path / "config.json").exists() or any(path.glob("*.safetensors")):
-        return [*verify_export(path), *_verify_seal(path)]
+        # The hashes first: they name the file that changed, whatever it holds now.
+        sealed = _verify_seal(path)
+        return [*verify_export(path), *sealed]
     if (path / "run.json").exists() or (path / "checkpoints").exists():
         return verify_run(path)
     raise CheckpointError(
@@ -86,6 +88,8 @@ def _verify_listed(path: Path, marker: str, files: seal.Files) -> list[str]:
 def _verify_seal(path: Path) -> list[str]:
     """Compare an export with its list of files; one from elsewhere has none."""
     if not (path / seal.CHECKSUMS).is_file():
+        if RunDir(path.parent.parent).exports == path.parent and path.name.startswith("step-"):
+            raise CheckpointError(f"{path / seal.CHECKSUMS} is missing: a run's export has one")
         return [f"note: no {seal.CHECKSUMS}: sizes and hashes were not compared"]
     files = read_json_object(path / seal.CHECKSUMS)
     try:
@@ -98,8 +102,7 @@ def _verify_seal(path: Path) -> list[str]:
 
 def verify_native(path: Path) -> list[str]:
     """Check a native checkpoint: every rank's files, the masters' values, what exports need."""
-    checkpoint = NativeCheckpoint.open(path)
-    checkpoint.check_files()
+    checkpoint = NativeCheckpoint.open_checked(path)
     files = checkpoint.meta.get("files", {})
     world_size = checkpoint.world_size
     for file in rank_files(path, "model", world_size):

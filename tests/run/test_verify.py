@@ -16,6 +16,7 @@ from ds_sft.data.packed import PackedDataset
 from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.data.sealed import KEY, sealed_json
 from ds_sft.errors import CheckpointError, DataError
+from ds_sft.run.export import seal_export
 from ds_sft.run.hf_format import write_tokenizer
 from ds_sft.run.seal import names_in, seal
 from ds_sft.run.verify import verify
@@ -356,6 +357,7 @@ def test_a_run_directory_is_checked_with_its_parts(
     run = tmp_path / "run"
     (run / "hf").mkdir(parents=True)
     (run / "checkpoints").mkdir()
+    seal_export(export)
     export.rename(run / "hf/step-3")
     native.rename(run / "checkpoints/step-4")
     with pytest.raises(CheckpointError, match=r"run\.json is missing"):
