@@ -8,7 +8,6 @@ writer removes that.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from ds_sft.data.packed import (
     Array,
     file_sha256,
 )
+from ds_sft.data.sealed import sealed_json
 from ds_sft.errors import DataError
 
 
@@ -94,12 +94,10 @@ class PackedWriter:
             "format_version": FORMAT_VERSION,
             "max_seq_len": self.max_seq_len,
             **manifest,
-            "sha256": {
-                f"{name}.npy": file_sha256(self.partial / f"{name}.npy") for name in ARRAY_DTYPES
-            },
+            "sha256": {name: file_sha256(self.partial / name) for name in self._written()},
         }
         marker = self.partial / MANIFEST
-        marker.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        marker.write_text(sealed_json(facts, indent=2, ensure_ascii=False), encoding="utf-8")
         _fsync(marker)
         _fsync(self.partial)
         _refuse_existing(self.out, self.replace)
@@ -112,6 +110,12 @@ class PackedWriter:
         _fsync(self.out.parent)
         if old.exists():
             shutil.rmtree(old)
+
+    def _written(self) -> list[str]:
+        """Names of the arrays and of the tokenizer's files, relative to the data set."""
+        stored = (path for path in self.tokenizer_dir.rglob("*") if path.is_file())
+        names = sorted(str(path.relative_to(self.partial)) for path in stored)
+        return [*(f"{name}.npy" for name in ARRAY_DTYPES), *names]
 
     def __exit__(
         self,

@@ -24,6 +24,11 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL_SUFFIX)
 
 
+def replaced_path(path: Path) -> Path:
+    """Return the name that an older directory has while its successor takes `path`."""
+    return path.with_name(path.name + REPLACED_SUFFIX)
+
+
 def fsync_path(path: Path) -> None:
     """Bring a file's bytes, or a directory's list of names, to disk.
 
@@ -59,19 +64,30 @@ def publish(partial: Path, final: Path) -> None:
     """Rename a whole directory to its final name, after bringing everything in it to disk.
 
     A directory that already has the final name is replaced. POSIX cannot swap two directories, so
-    there is an instant in which only `final.replaced` and `final.partial`, both whole, exist.
+    there is an instant in which only `final.replaced` and `final.partial`, both whole, exist;
+    after a kill in it, `bring_back` makes the older one `final` again.
     """
     for folder, _, names in os.walk(partial):
         for name in names:
             fsync_path(Path(folder, name))
         fsync_path(Path(folder))
-    replaced = final.with_name(final.name + REPLACED_SUFFIX)
-    discard(replaced)
+    replaced = replaced_path(final)
     if final.exists():
+        discard(replaced)
         final.rename(replaced)
     partial.rename(final)
     fsync_path(final.parent)
     discard(replaced)
+
+
+def bring_back(replaced: Path) -> None:
+    """End what a killed `publish` began: `final.replaced` is `final` again, or not needed."""
+    final = replaced.with_name(replaced.name.removesuffix(REPLACED_SUFFIX))
+    if final.exists():
+        discard(replaced)
+    else:
+        replaced.rename(final)
+        fsync_path(final.parent)
 
 
 def discard(path: Path) -> None:

@@ -8,7 +8,6 @@ checkpoint is never touched before its successor is whole. Leaves the choice of 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_sft.data.sealed import sealed_json
 from ds_sft.errors import CheckpointError
 from ds_sft.run.atomic import (
     PARTIAL_SUFFIX,
     REPLACED_SUFFIX,
+    bring_back,
     discard,
     fsync_path,
     partial_path,
@@ -56,7 +57,7 @@ def save(
     def finish() -> None:
         _copy_model_files(model_dir, tokenizer_dir, partial / "model")
         files.update(seal(partial, [f"model/{name}" for name in names_in(partial / "model")]))
-        text = json.dumps({"format": FORMAT, **meta, "files": files}, indent=1)
+        text = sealed_json({"format": FORMAT, **meta, "files": files})
         (partial / META_NAME).write_text(text, encoding="utf-8")
         publish(partial, final)
 
@@ -118,15 +119,15 @@ def _copy_model_files(model_dir: Path, tokenizer_dir: Path, to: Path) -> None:
 
 
 def discard_leftovers(parent: Path) -> None:
-    """Delete what a killed run was writing; rank 0 calls it once the run goes on.
+    """Delete what a killed run was writing or deleting; rank 0 calls it once the run goes on.
 
-    Its label may never come again, and an 8B model's checkpoint is 100 GB.
+    Its label may never come again, and an 8B model's checkpoint is 100 GB. What `publish` had
+    renamed away without putting the new one in its place is the only one of its label: it returns.
     """
-    for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX):
-        for path in parent.glob(f"step-*{suffix}"):
-            # `publish` may have been killed between its two renames: the old one is the only one.
-            if suffix == PARTIAL_SUFFIX or path.with_name(path.name.removesuffix(suffix)).exists():
-                discard(path)
+    for path in parent.glob(f"step-*{REPLACED_SUFFIX}"):
+        bring_back(path)
+    for path in parent.glob(f"step-*{PARTIAL_SUFFIX}"):
+        discard(path)
 
 
 def prune(parent: Path, keep: int, needed: Callable[[int], bool]) -> None:
@@ -136,15 +137,23 @@ def prune(parent: Path, keep: int, needed: Callable[[int], bool]) -> None:
     """
     for label in labels_in(parent)[:-keep] if keep else []:
         if not needed(label):
-            doomed = step_dir(parent, label)
-            # Not whole from its first missing file on: the marker goes first.
-            (doomed / META_NAME).unlink(missing_ok=True)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _delete(step_dir(parent, label))
 
 
 def drop_temporary(parent: Path, keep_label: int | None) -> None:
     """Delete the temporary checkpoints but `keep_label`, once a newer save is whole; rank 0."""
     for label in labels_in(parent):
         if label != keep_label:
-            (step_dir(parent, label) / META_NAME).unlink(missing_ok=True)
-            shutil.rmtree(step_dir(parent, label), ignore_errors=True)
+            _delete(step_dir(parent, label))
+
+
+def _delete(doomed: Path) -> None:
+    """Delete a checkpoint. It loses its name first: what a kill leaves is a `.partial`, no half.
+
+    A healthy run goes on when that fails; the directory is said and stays.
+    """
+    try:
+        discard(partial_path(doomed))
+        discard(doomed.rename(partial_path(doomed)))
+    except OSError as error:
+        print(f"[checkpoint] {doomed} cannot be deleted: {error}", flush=True)

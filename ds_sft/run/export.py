@@ -102,8 +102,7 @@ def export_offline(
     target = export_dtype(dtype)
     if out.exists():
         raise CheckpointError(f"{out} exists: remove it or name another --out")
-    native = NativeCheckpoint.open(checkpoint)
-    native.check_files()
+    native = NativeCheckpoint.open_checked(checkpoint)
     source = native.export_source(keep_generation_config)
     specs = [TensorSpec(name=n, shape=s, dtype=target) for n, s in native.shapes.items()]
     specs += [_live_spec(name, buffer, target) for name, buffer in native.buffers.items()]

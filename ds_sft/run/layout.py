@@ -62,6 +62,16 @@ def step_dir(parent: Path, label: int) -> Path:
     return parent / f"step-{label}"
 
 
+def checkpoints_in(parent: Path, replaced_suffix: str) -> dict[int, Path]:
+    """Directory by label, also where a kill left a label only its name while being replaced."""
+    found = {label: step_dir(parent, label) for label in labels_in(parent)}
+    for path in parent.glob(f"step-*{replaced_suffix}"):
+        match = _STEP.fullmatch(path.name.removesuffix(replaced_suffix))
+        if match and path.is_dir():
+            found.setdefault(int(match[1]), path)
+    return found
+
+
 def labels_in(parent: Path) -> list[int]:
     """Labels of the whole `step-N` directories in `parent`, ascending; `.partial` ones are none."""
     if not parent.is_dir():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_sft.data.packed import PackedDataset
+from ds_sft.data.sealed import sealed_json
 from ds_sft.flags import RunConfig
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.run import changes
@@ -46,7 +47,7 @@ def write_run_json(
         "git_commit": _git_commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    write_file(run_dir.run_json, json.dumps(record, indent=1) + "\n")
+    write_file(run_dir.run_json, sealed_json(record))
 
 
 def write_finished(run_dir: RunDir, completed: int, seconds: float, loss: float | None) -> None:

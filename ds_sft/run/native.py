@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ds_sft.data.sealed import is_damaged
 from ds_sft.errors import CheckpointError
 from ds_sft.run.hf_format import ExportSource, read_json_object
 from ds_sft.run.resume import FORMAT, META_NAME
@@ -52,6 +53,17 @@ class NativeCheckpoint:
     def world_size(self) -> int:
         """Number of ranks that wrote the checkpoint."""
         return len(self.flat_groups[MASTERS])
+
+    @classmethod
+    def open_checked(cls, path: Path) -> NativeCheckpoint:
+        """`open`, once every listed file is known to be as it was written; reads all of them.
+
+        Before the files are parsed: what a damaged one holds could send the blame anywhere.
+        """
+        files = read_meta(path).get("files", {})
+        check_sizes(path, files)
+        check_hashes(path, files)
+        return cls.open(path)
 
     @classmethod
     def open(cls, path: Path) -> NativeCheckpoint:
@@ -88,12 +100,6 @@ class NativeCheckpoint:
             flat_groups=flat_groups,
             adam_step=max(steps, default=0),
         )
-
-    def check_files(self) -> None:
-        """Raise CheckpointError unless every file is as it was written; reads all of them."""
-        files = self.meta.get("files", {})
-        check_sizes(self.path, files)
-        check_hashes(self.path, files)
 
     def part(self, name: str, start: int, size: int, kind: str) -> torch.Tensor:
         """`size` values of a flat parameter from `start` on, with zeros beyond its end [size]."""
@@ -145,6 +151,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has no {META_NAME}: it is no native checkpoint, or was not written to its end"
         )
+    if is_damaged((path / META_NAME).read_bytes()):
+        raise CheckpointError(f"{path / META_NAME} was changed after it was written")
     meta = read_json_object(path / META_NAME)
     if meta.get("format") != FORMAT:
         raise CheckpointError(

@@ -7,13 +7,13 @@ DeepSpeed's own loads are not used: the native one wants the same world size and
 universal one copies the first group's weight decay to all groups and shares one Adam step between
 all sub-groups (measured with 0.19.8).
 
-Invariants: a rank holds its own partitions and one slice of one parameter besides; nothing is sent
-over the network. Learning rate and weight decay are the recipe's, never the file's.
+Invariants: a rank holds its own partitions and one slice of one parameter besides; no values are
+sent over the network; when `load` returns, no rank reads the checkpoint any more. Learning rate and
+weight decay are the recipe's, never the file's.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_sft.data.sealed import sealed_json
 from ds_sft.errors import CheckpointError
 from ds_sft.model.partitions import resident_sub_groups
 from ds_sft.run.atomic import atomic_directory
@@ -52,6 +53,8 @@ def load(engine: Any, native: NativeCheckpoint) -> None:
         zero._reassign_or_swap_out_partitioned_parameters(index)
     zero.checkpoint_event_epilogue()
     engine.global_steps = native.meta["completed"]
+    # Rank 0 may rename or delete directories next, which another rank may still be opening.
+    dist.barrier()
 
 
 def convert(source: Path, out: Path, world_size: int) -> None:
@@ -63,8 +66,7 @@ def convert(source: Path, out: Path, world_size: int) -> None:
         raise CheckpointError(f"--world-size {world_size} is not a number of ranks: use 1 or more")
     if out.exists():
         raise CheckpointError(f"{out} exists: remove it or name another --out")
-    native = NativeCheckpoint.open(source)
-    native.check_files()
+    native = NativeCheckpoint.open_checked(source)
     if not (source / "model").is_dir():
         raise CheckpointError(f"{source}/model is missing: the checkpoint is not whole")
     old_rank_0 = {kind: rank_files(source, kind, native.world_size)[0] for kind in FILE_KINDS}
@@ -84,7 +86,7 @@ def _write_all(
         shutil.copytree(native.path / "model", partial / "model")
         files = seal(partial, names_in(partial))
         meta = {**native.meta, "world_size": world_size, "files": files}
-        (partial / META_NAME).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        (partial / META_NAME).write_text(sealed_json(meta), encoding="utf-8")
 
 
 def _write_rank(

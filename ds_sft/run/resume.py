@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_sft.data.sealed import is_damaged
 from ds_sft.errors import CheckpointError, ConfigError
 from ds_sft.flags import RunConfig
-from ds_sft.run.layout import RunDir, labels_in, step_dir
-from ds_sft.run.seal import check_sizes
+from ds_sft.run.atomic import REPLACED_SUFFIX
+from ds_sft.run.layout import RunDir, checkpoints_in
+from ds_sft.run.seal import check_listed, check_sizes
 
 META_NAME = "meta.json"
 FORMAT = 1
@@ -41,7 +43,8 @@ def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
     none is whole; ConfigError for `none` on a directory that holds a run, and for a path when that
     directory holds something newer.
     """
-    points, broken = _points(run.out)
+    hashed = run.verify_on_resume == "hash"
+    points, broken = _points(run.out, hashed)
     newest = points[0] if points else None
     if broken and not points and run.resume == "auto":
         raise CheckpointError(
@@ -49,7 +52,7 @@ def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
             f"({next(iter(broken.values()))}): bring one back from a copy, or use another --out"
         )
     if run.resume not in ("auto", "none"):
-        point = read_point(Path(run.resume))
+        point = read_point(Path(run.resume), hashed)
         if newest is not None and newest.completed > point.completed:
             # They would win at the next start, and push what this run saves out of the directory.
             raise ConfigError(
@@ -65,7 +68,7 @@ def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
     return newest, broken
 
 
-def _points(out: Path | None) -> tuple[list[ResumePoint], dict[Path, str]]:
+def _points(out: Path | None, hashed: bool) -> tuple[list[ResumePoint], dict[Path, str]]:
     """Checkpoints of a run directory that are whole by their sizes, the newest first.
 
     Besides, each one that is not and that is newer than all which are, with the reason.
@@ -73,25 +76,31 @@ def _points(out: Path | None) -> tuple[list[ResumePoint], dict[Path, str]]:
     if out is None:
         return [], {}
     found = [
-        (label, parent)
+        (label, path)
         for parent in (RunDir(out).checkpoints, RunDir(out).temporary)
-        for label in labels_in(parent)
+        for label, path in checkpoints_in(parent, REPLACED_SUFFIX).items()
     ]
     points: list[ResumePoint] = []
     broken: dict[Path, str] = {}
-    for label, parent in sorted(found, reverse=True):
+    for _, path in sorted(found, reverse=True):
         try:
-            points.append(read_point(step_dir(parent, label)))
+            points.append(read_point(path, hashed))
         except CheckpointError as error:
             if not points:
-                broken[step_dir(parent, label)] = str(error)
+                broken[path] = str(error)
     return points, broken
 
 
-def read_point(path: Path) -> ResumePoint:
-    """The checkpoint in `path`. Raises CheckpointError unless it is whole by its marker."""
+def read_point(path: Path, hashed: bool) -> ResumePoint:
+    """The checkpoint in `path`. Raises CheckpointError unless it is whole by its marker.
+
+    Where hashes are to be compared (`hashed`), every rank's file must be listed with one.
+    """
     try:
-        meta = json.loads((path / META_NAME).read_text(encoding="utf-8"))
+        raw = (path / META_NAME).read_bytes()
+        if is_damaged(raw):
+            raise CheckpointError(f"{path / META_NAME} was changed after it was written")
+        meta = json.loads(raw)
         completed = int(meta["completed"])
         files = {str(name): (int(size), str(sha)) for name, (size, sha) in _items(meta, "files")}
         _items(meta, "recipe"), _items(meta.get("model", {}), "config.json")
@@ -106,6 +115,8 @@ def read_point(path: Path) -> ResumePoint:
             f"{path} has checkpoint format {meta.get('format')}, this version reads {FORMAT}"
         )
     check_sizes(path, files)
+    if hashed:
+        check_listed(path, files)
     return ResumePoint(path=path, completed=completed, meta=meta)
 
 

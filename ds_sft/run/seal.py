@@ -43,6 +43,16 @@ def check_sizes(directory: Path, files: Files) -> None:
             raise CheckpointError(f"{path} has {size(path)} bytes, {expected} were written")
 
 
+def check_listed(directory: Path, files: Files) -> None:
+    """Raise CheckpointError for a rank's file without a hash: it could hold anything."""
+    for path in sorted(directory.glob("*_states.pt")):
+        if path.name not in files:
+            raise CheckpointError(
+                f"{path} is not listed in the marker: it cannot be checked "
+                "(--verify-on-resume size takes it as it is)"
+            )
+
+
 def check_hashes(directory: Path, files: Files, share: int = 0, of: int = 1) -> None:
     """Raise CheckpointError for a changed file; rank `share` of `of` ranks reads its part."""
     for name in sorted(files)[share::of]:

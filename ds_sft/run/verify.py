@@ -2,7 +2,8 @@
 
 Owns recognising what a path is, and the checks of native checkpoints and packed data; those of
 exports are in `verify_export`. Invariant: reads everything, changes nothing; the first thing wrong
-is raised as CheckpointError or DataError, and every line returned says what was found to be right.
+is raised as CheckpointError or DataError, and every line returned says what was found to be right,
+or what could not be checked.
 
 Leaves the formats themselves to the modules that own them.
 """
@@ -14,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ds_sft.data.packed import MANIFEST, PackedDataset, check_hashes
+from ds_sft.data.packed import MANIFEST, PackedDataset, check_hashes, file_sha256
+from ds_sft.data.sealed import is_damaged, is_sealed
 from ds_sft.errors import CheckpointError, DataError
 from ds_sft.run import seal
 from ds_sft.run.atomic import PARTIAL_SUFFIX
 from ds_sft.run.hf_format import check_source, read_json_object
+from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.native import META_NAME, NativeCheckpoint, load_states, rank_files
 from ds_sft.run.verify_export import verify_export
 
@@ -37,29 +40,69 @@ def verify(path: Path) -> list[str]:
     if (path / META_NAME).exists() or any(path.glob("*_optim_states.pt")):
         return verify_native(path)
     if (path / "config.json").exists() or any(path.glob("*.safetensors")):
-        return [*verify_export(path), *_verify_seal(path)]
+        # The hashes first: they name the file that changed, whatever it holds now.
+        sealed = _verify_seal(path)
+        return [*verify_export(path), *sealed]
     if (path / "run.json").exists() or (path / "checkpoints").exists():
-        raise CheckpointError(f"{path} is a run directory: name one of its checkpoints/ or hf/")
+        return verify_run(path)
     raise CheckpointError(
-        f"{path} is neither a packed data set ({MANIFEST}), a native checkpoint ({META_NAME}) "
-        "nor an export (config.json)"
+        f"{path} is neither a packed data set ({MANIFEST}), a native checkpoint ({META_NAME}), "
+        "an export (config.json) nor a run directory (run.json)"
     )
+
+
+def verify_run(path: Path) -> list[str]:
+    """Check run.json, each checkpoint and each export of a run directory."""
+    run = RunDir(path)
+    if not run.run_json.is_file():
+        raise CheckpointError(f"{run.run_json} is missing: the run cannot be repeated from it")
+    read_json_object(run.run_json)
+    lines = _verify_self(run.run_json, CheckpointError)
+    for parent in (run.checkpoints, run.temporary, run.exports):
+        for label in labels_in(parent):
+            part = step_dir(parent, label)
+            lines += [f"{part.relative_to(path)}: {line}" for line in verify(part)]
+    return lines
+
+
+def _verify_self(file: Path, kind: type[CheckpointError | DataError]) -> list[str]:
+    """Compare a JSON file with the hash that it carries; older ones carry none."""
+    raw = file.read_bytes()
+    if is_damaged(raw):
+        raise kind(f"{file} was changed after it was written: its sha256 differs from its own")
+    if not is_sealed(raw):
+        return [f"note: {file.name} carries no sha256 of itself: it cannot be checked"]
+    return [f"{file.name} is as it was written"]
+
+
+def _verify_listed(path: Path, marker: str, files: seal.Files) -> list[str]:
+    """Say how many files the marker vouches for, and name those that it does not."""
+    unlisted = [name for name in seal.names_in(path) if name not in files and name != marker]
+    lines = [f"{len(files)} files have the size and the sha256 that were written"] if files else []
+    if unlisted:
+        names = ", ".join(unlisted[:5]) + (f" and {len(unlisted) - 5} more" * (len(unlisted) > 5))
+        lines.append(f"note: not listed in {marker}, so they cannot be checked: {names}")
+    return lines
 
 
 def _verify_seal(path: Path) -> list[str]:
     """Compare an export with its list of files; one from elsewhere has none."""
     if not (path / seal.CHECKSUMS).is_file():
-        return [f"no {seal.CHECKSUMS}: sizes and hashes were not compared"]
+        if RunDir(path.parent.parent).exports == path.parent and path.name.startswith("step-"):
+            raise CheckpointError(f"{path / seal.CHECKSUMS} is missing: a run's export has one")
+        return [f"note: no {seal.CHECKSUMS}: sizes and hashes were not compared"]
     files = read_json_object(path / seal.CHECKSUMS)
-    seal.check_sizes(path, files)
-    seal.check_hashes(path, files)
-    return [f"{len(files)} files have the size and the sha256 that were written"]
+    try:
+        seal.check_sizes(path, files)
+        seal.check_hashes(path, files)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, or {seal.CHECKSUMS} was changed") from None
+    return _verify_listed(path, seal.CHECKSUMS, files)
 
 
 def verify_native(path: Path) -> list[str]:
     """Check a native checkpoint: every rank's files, the masters' values, what exports need."""
-    checkpoint = NativeCheckpoint.open(path)
-    checkpoint.check_files()
+    checkpoint = NativeCheckpoint.open_checked(path)
     files = checkpoint.meta.get("files", {})
     world_size = checkpoint.world_size
     for file in rank_files(path, "model", world_size):
@@ -80,7 +123,8 @@ def verify_native(path: Path) -> list[str]:
     return [
         f"native checkpoint of label {label}, {completed} completed steps",
         f"files of {world_size} ranks: all there, all readable",
-        f"{len(files)} files have the size and the sha256 that were written",
+        *_verify_self(path / META_NAME, CheckpointError),
+        *_verify_listed(path, META_NAME, files),
         f"{len(checkpoint.shapes)} parameters, {numel:,} fp32 master values: complete, finite",
         "config, tokenizer and chat template for exports",
     ]
@@ -88,8 +132,9 @@ def verify_native(path: Path) -> list[str]:
 
 def verify_packed(path: Path) -> list[str]:
     """Check a packed data set: shapes and offsets, hashes, counts, and what the rows hold."""
-    data = PackedDataset.open(path)
+    data = _open_packed(path)
     lines = [f"packed data set: {data.num_packs} packs of {data.max_seq_len} tokens"]
+    lines += _verify_self(path / MANIFEST, DataError)
     lines.append(f"shapes and offsets of {len(data.doc_lens)} documents")
     hashed = check_hashes(data)
     lines.append(
@@ -109,6 +154,19 @@ def verify_packed(path: Path) -> list[str]:
             "run `ds-sft prepare` again"
         )
     return [*lines, f"every token id is one of the tokenizer's {size}"]
+
+
+def _open_packed(path: Path) -> PackedDataset:
+    """The data set. Where its arrays contradict each other, the hashes say which one changed."""
+    try:
+        return PackedDataset.open(path)
+    except DataError as error:
+        if (path / MANIFEST).is_file():
+            _verify_self(path / MANIFEST, DataError)
+            for name, expected in read_json_object(path / MANIFEST).get("sha256", {}).items():
+                if file_sha256(path / name) != expected:
+                    raise DataError(f"{path / name} was changed: {error}") from None
+        raise
 
 
 def _check_pack(data: PackedDataset, pack: int) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from ds_sft.data import pipeline, prepare
 from ds_sft.data.collate import IGNORE, collate
-from ds_sft.data.packed import PackedDataset, check_hashes
+from ds_sft.data.packed import ARRAY_DTYPES, PackedDataset, check_hashes
 from ds_sft.data.prepare import PrepareFlags
 from ds_sft.data.tokenizer import load_backend, load_tokenizer, tokenizer_hash
 from ds_sft.errors import ConfigError, DataError
@@ -101,7 +101,9 @@ def test_the_manifest_says_where_everything_comes_from(tmp_path: Path) -> None:
     assert facts["packing"]["fill"] == facts["counts"]["tokens"] / (64 * data.num_packs)
     assert facts["counts"]["trained_tokens"] == int(data.assistant_mask.sum())
     assert facts["counts"]["tokens"] == int(data.doc_lens.sum())
-    assert len(check_hashes(data)) == 5
+    arrays = [f"{name}.npy" for name in ARRAY_DTYPES]
+    stored = [f"tokenizer/{path.name}" for path in (data.path / "tokenizer").iterdir()]
+    assert sorted(check_hashes(data)) == sorted([*arrays, *stored])
 
 
 def test_the_stored_tokenizer_renders_what_was_trained(tmp_path: Path) -> None:

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from ds_sft.run.atomic import atomic_directory, fresh_partial, partial_path, publish, write_file
+from ds_sft.run.atomic import (
+    atomic_directory,
+    bring_back,
+    fresh_partial,
+    partial_path,
+    publish,
+    replaced_path,
+    write_file,
+)
 
 
 def test_a_file_is_replaced_and_no_partial_stays(tmp_path: Path) -> None:
@@ -61,3 +69,32 @@ def test_the_rest_of_an_earlier_attempt_is_dropped(tmp_path: Path) -> None:
     (fresh_partial(final) / "rest").write_text("")
     assert list(fresh_partial(final).iterdir()) == []
     assert partial_path(final).name == "x.partial"
+
+
+def test_the_only_copy_comes_back_and_a_replaced_one_goes(tmp_path: Path) -> None:
+    final = tmp_path / "x"
+    for content in ("only", "old"):
+        replaced_path(final).mkdir()
+        (replaced_path(final) / "a").write_text(content)
+        bring_back(replaced_path(final))
+        assert (final / "a").read_text() == "only"
+        assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_publish_spares_the_only_copy_until_the_new_one_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = tmp_path / "x"
+    replaced_path(final).mkdir()
+    partial = fresh_partial(final)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            publish(partial, final)
+    assert replaced_path(final).is_dir()
+    publish(partial, final)
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]

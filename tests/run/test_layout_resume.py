@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ds_sft.data.sealed import sealed_json
 from ds_sft.errors import CheckpointError
 from ds_sft.flags import RunConfig
 from ds_sft.run import checkpoint, resume
@@ -129,7 +131,96 @@ def test_what_a_killed_run_was_writing_goes_and_its_only_copy_stays(tmp_path: Pa
     """`publish` renames step-3 away and the new one in: it may have been killed in between."""
     for name in ("step-5.partial", "step-4", "step-4.replaced", "step-3.replaced", "other.partial"):
         (tmp_path / name).mkdir()
+    (tmp_path / "step-3.replaced/meta.json").write_text("old")
+    (tmp_path / "step-3.partial").mkdir()
     checkpoint.discard_leftovers(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["other.partial", "step-3.replaced", "step-4"]
+    assert left == ["other.partial", "step-3", "step-4"]
+    assert (tmp_path / "step-3/meta.json").read_text() == "old"
     checkpoint.discard_leftovers(tmp_path / "nothing")
+
+
+def test_a_checkpoint_that_has_only_the_name_of_its_replacement_is_taken(tmp_path: Path) -> None:
+    """Killed between the two renames of `publish`, where nothing may be renamed before it reads."""
+    point(RunDir(tmp_path).checkpoints, 3)
+    replaced = point(RunDir(tmp_path).checkpoints, 6).rename(
+        RunDir(tmp_path).checkpoints / "step-6.replaced"
+    )
+    (RunDir(tmp_path).checkpoints / "step-6.partial").mkdir()
+    found = find(tmp_path)
+    assert found is not None
+    assert (found.path, found.completed) == (replaced, 7)
+    checkpoint.discard_leftovers(RunDir(tmp_path).checkpoints)
+    assert labels_in(RunDir(tmp_path).checkpoints) == [3, 6]
+    assert find(tmp_path).path == step_dir(RunDir(tmp_path).checkpoints, 6)
+
+
+DELETIONS: dict[str, Callable[[Path], None]] = {
+    "prune": lambda parent: checkpoint.prune(parent, 1, lambda label: False),
+    "drop_temporary": lambda parent: checkpoint.drop_temporary(parent, 20),
+}
+
+
+@pytest.mark.parametrize("delete", DELETIONS)
+def test_a_kill_while_a_checkpoint_is_deleted_leaves_what_the_next_start_removes(
+    tmp_path: Path, delete: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for label in (10, 20):
+        point(tmp_path, label)
+
+    def killed(path: Path) -> None:
+        if path.exists():
+            (path / "meta.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "discard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            DELETIONS[delete](tmp_path)
+    assert labels_in(tmp_path) == [20]
+    assert len(list(tmp_path.iterdir())) == 2
+    checkpoint.discard_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-20"]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_said_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for label in (10, 20):
+        point(tmp_path, label)
+
+    def refused(path: Path) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(checkpoint, "discard", refused)
+    checkpoint.prune(tmp_path, 1, lambda label: False)
+    assert "step-10 cannot be deleted: read-only" in capsys.readouterr().out
+    assert labels_in(tmp_path) == [10, 20]
+
+
+def test_a_rank_file_without_a_hash_is_taken_only_by_size(tmp_path: Path) -> None:
+    """A marker that lists nothing would vouch for anything."""
+    older = point(RunDir(tmp_path).checkpoints, 3)
+    newest = point(RunDir(tmp_path).checkpoints, 6)
+    (newest / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"anything")
+    run = RunConfig(data=Path("data"), out=tmp_path)
+    found, passed_over = resume.find(run)
+    assert found is not None
+    assert found.path == older
+    assert "rank_0_mp_rank_00_optim_states.pt is not listed" in passed_over[newest]
+    by_size = RunConfig(data=Path("data"), out=tmp_path, verify_on_resume="size")
+    assert resume.find(by_size)[0].path == newest
+    with pytest.raises(CheckpointError, match="--verify-on-resume size takes it"):
+        resume.find(RunConfig(data=Path("data"), out=tmp_path, resume=str(newest)))
+
+
+@pytest.mark.parametrize("world", ["2", "3"])
+def test_a_marker_that_was_changed_is_passed_over(tmp_path: Path, world: str) -> None:
+    point(RunDir(tmp_path).checkpoints, 3)
+    newest = point(RunDir(tmp_path).checkpoints, 6) / "meta.json"
+    meta = {**json.loads(newest.read_text()), "world_size": 2}
+    newest.write_text(sealed_json(meta).replace('"world_size": 2', f'"world_size": {world}'))
+    found, passed_over = resume.find(RunConfig(data=Path("data"), out=tmp_path))
+    assert found is not None
+    assert found.completed == (7 if world == "2" else 4)
+    assert all("step-6/meta.json was changed" in why for why in passed_over.values())

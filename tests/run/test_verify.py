@@ -14,8 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_sft.data.packed import PackedDataset
 from ds_sft.data.packed_writer import PackedWriter
+from ds_sft.data.sealed import KEY, sealed_json
 from ds_sft.errors import CheckpointError, DataError
+from ds_sft.run.export import seal_export
 from ds_sft.run.hf_format import write_tokenizer
+from ds_sft.run.seal import names_in, seal
 from ds_sft.run.verify import verify
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "golden" / "tiny_tokenizer"
@@ -61,7 +64,9 @@ def sharded(exports: dict[bool, Path], tmp_path: Path) -> Path:
 
 
 def edit_json(file: Path, **changes: object) -> None:
+    """Change members, and hide that from the hash that the file carries of itself."""
     value = json.loads(file.read_text())
+    value.pop(KEY, None)
     file.write_text(json.dumps(value | changes))
 
 
@@ -205,14 +210,17 @@ def edit_array(folder: Path, name: str, index: object, value: int, rehash: bool 
 
 def test_a_fresh_data_set_is_whole(data: Path) -> None:
     lines = verify(data)
-    assert "sha256 of 5 files" in lines
+    assert f"sha256 of {5 + len(list((data / 'tokenizer').iterdir()))} files" in lines
+    assert "manifest.json is as it was written" in lines
     assert any("trained targets counted again: 5 " in line for line in lines)
 
 
 def test_a_data_set_of_the_first_trainer_is_whole_with_notes(data: Path) -> None:
     (data / "manifest.json").write_text('{"max_seq_len": 8}')
     shutil.rmtree(data / "tokenizer")
-    assert sum(line.startswith("note:") for line in verify(data)) == 2
+    notes = [line for line in verify(data) if line.startswith("note:")]
+    assert len(notes) == 3
+    assert "manifest.json carries no sha256 of itself" in notes[0]
 
 
 def test_one_changed_token_is_found_by_its_hash(data: Path) -> None:
@@ -242,9 +250,13 @@ def test_arrays_that_contradict_each_other_are_found(
         verify(data)
 
 
-def test_a_broken_tokenizer_of_the_data_is_found(data: Path) -> None:
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_broken_tokenizer_of_the_data_is_found(data: Path, hidden: bool) -> None:
     (data / "tokenizer" / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read"):
+    if hidden:
+        edit_json(data / "manifest.json", sha256={})
+    words = "cannot be read" if hidden else "is not the file that prepare wrote"
+    with pytest.raises(DataError, match=rf"tokenizer\.json {words}"):
         verify(data)
 
 
@@ -274,6 +286,21 @@ def test_a_checkpoint_with_every_rank_is_whole(native: Path) -> None:
     lines = verify(native)
     assert lines[0] == "native checkpoint of label 4, 5 completed steps"
     assert "files of 2 ranks: all there, all readable" in lines
+
+
+def test_what_the_marker_does_not_vouch_for_is_said(native: Path) -> None:
+    lines = verify(native)
+    assert "note: meta.json carries no sha256 of itself: it cannot be checked" in lines
+    [note] = [line for line in lines if "not listed in meta.json, so they cannot be" in line]
+    assert "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt" in note
+    meta = json.loads((native / "meta.json").read_text())
+    files = seal(native, [name for name in names_in(native) if name != "meta.json"])
+    (native / "meta.json").write_text(sealed_json({**meta, "files": files}))
+    lines = verify(native)
+    assert not any(line.startswith("note:") for line in lines)
+    assert f"{len(files)} files have the size and the sha256 that were written" in lines
+    (native / "model/extra").write_text("")
+    assert "note: not listed in meta.json, so they cannot be checked: model/extra" in verify(native)
 
 
 def optim_file(native: Path) -> Path:
@@ -324,10 +351,25 @@ def test_a_partial_is_refused_as_such(export: Path) -> None:
         verify(partial)
 
 
-def test_a_run_directory_is_told_from_its_parts(tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="is a run directory: name one of"):
-        verify(tmp_path / "run")
+def test_a_run_directory_is_checked_with_its_parts(
+    tmp_path: Path, export: Path, native: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / "hf").mkdir(parents=True)
+    (run / "checkpoints").mkdir()
+    seal_export(export)
+    export.rename(run / "hf/step-3")
+    native.rename(run / "checkpoints/step-4")
+    with pytest.raises(CheckpointError, match=r"run\.json is missing"):
+        verify(run)
+    (run / "run.json").write_text(sealed_json({"world_size": 2}))
+    lines = verify(run)
+    assert lines[0] == "run.json is as it was written"
+    assert "checkpoints/step-4: native checkpoint of label 4, 5 completed steps" in lines
+    assert "hf/step-3: tie_word_embeddings=false is true" in lines
+    (run / "hf/step-3/tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"hf/step-3/tokenizer\.json is missing"):
+        verify(run)
 
 
 @pytest.mark.parametrize("name", ["empty", "absent"])

@@ -35,27 +35,34 @@ def small_groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(
     tiny_model: Path, tiny_data: Path, small_groups: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Result]:
-    """`straight` on 2 ranks; the others stop after 5 steps there and go on elsewhere."""
+    """`straight` on 2 ranks; the others stop after 5 steps there and go on elsewhere.
+
+    `chain` is 2 -> 1 -> 3 -> 2 ranks, three steps on each, with another offload in between.
+    """
     work = tmp_path_factory.mktemp("elastic")
 
     def training(out: str, changes: dict) -> Training:
         return Training(harness.flags(tiny_model, tiny_data, work / out, {**CHANGES, **changes}))
 
-    started = launch_many(2, [training("straight", {}), training("one", {"--stop-after": 5})], work)
+    def chain(stop_after: int, **changes: object) -> Training:
+        return training("chain", {"--stop-after": stop_after, **changes})
+
+    begun = [training("straight", {}), training("one", {"--stop-after": 5}), chain(3)]
+    started = launch_many(2, begun, work)
     for other in ("three", "two"):
         shutil.copytree(work / "one", work / other)
-    gone_on = [
-        *launch_many(1, [training("one", {})], work),
-        *launch_many(3, [training("three", {"--deepspeed-config": small_groups})], work),
-        *launch_many(2, [training("two", {"--deepspeed-config": small_groups})], work),
-    ]
-    results = {"straight": started[0], **dict(zip(("one", "three", "two"), gone_on, strict=True))}
+    grouped = {"--deepspeed-config": small_groups}
+    one, on_one = launch_many(1, [training("one", {}), chain(6)], work)
+    three, on_three = launch_many(3, [training("three", grouped), chain(9, **grouped)], work)
+    two, back = launch_many(2, [training("two", grouped), training("chain", {})], work)
+    results = {"straight": started[0], "one": one, "three": three, "two": two, "chain": back}
+    results |= {"chain on 2": started[2], "chain on 1": on_one, "chain on 3": on_three}
     for name, result in results.items():
         assert set(result.codes) == {0}, f"{name}: {result.text[-3000:]}"
     return results
 
 
-@pytest.mark.parametrize("name", ["one", "three", "two"])
+@pytest.mark.parametrize("name", ["one", "three", "two", "chain"])
 def test_the_run_after_the_change_follows_the_unchanged_run(
     name: str, runs: dict[str, Result], tiny_model: Path
 ) -> None:
@@ -71,6 +78,12 @@ def test_the_run_after_the_change_follows_the_unchanged_run(
 def test_what_is_loaded_is_said(runs: dict[str, Result]) -> None:
     assert "was written by 2 ranks, 3 read it" in runs["three"].text
     assert "read it" not in runs["two"].text
+    for name, words in {
+        "chain on 1": ("written by 2 ranks, 1 read it", "step-2 at step 3"),
+        "chain on 3": ("written by 1 ranks, 3 read it", "step-5 at step 6"),
+        "chain": ("written by 3 ranks, 2 read it", "step-8 at step 9"),
+    }.items():
+        assert all(part in runs[name].text for part in words), runs[name].text[-2000:]
 
 
 def test_a_converted_checkpoint_is_whole_and_holds_the_same_values(
