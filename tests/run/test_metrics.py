@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ NO_MONITOR: Any = SimpleNamespace(enabled=False)
 def result(step: int, **changes: Any) -> StepResult:
     values = {
         "step": step, "loss": 1.5, "lr": 0.001, "grad_norm": 2.0, "target_tokens": 10,
-        "tokens": 100, "rank0_flag": False,
+        "tokens": 100, "rank0_flag": False, "problem": "",
     }  # fmt: skip
     return StepResult(**{**values, **changes})
 
@@ -145,3 +146,13 @@ def test_missing_wandb_is_said_once(
     log.finished()
     assert capsys.readouterr().out.count("[wandb] not installed") == 1
     assert RunDir(tmp_path).finished.is_file()
+
+
+@pytest.mark.usefixtures("as_rank")
+def test_a_dropped_update_is_a_row_of_plain_json(config: Any, tmp_path: Path) -> None:
+    log = RunLog(config(), 20, 0, NO_MONITOR, None)
+    log.step(result(0, loss=math.nan, grad_norm=math.inf, problem="the loss of step 0 is nan"))
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (row["loss"], row["grad_norm"]) == (None, None)
+    assert row["dropped"] == "the loss of step 0 is nan"
