@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_sft.data.model_files import ModelFiles, find_model
-from ds_sft.data.order import pack_order
+from ds_sft.data.order import run_order
 from ds_sft.data.packed import PackedDataset
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.errors import ConfigError, DataError
@@ -122,7 +122,14 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         data.assistant_counts.tolist(),
         world_size=world_size,
         per_device_batch=run.per_device_batch,
-        order=pack_order(recipe.order, data.num_packs, recipe.data_seed).tolist(),
+        order=run_order(
+            recipe.order,
+            data.num_packs,
+            schedule.num_steps * recipe.train_batch_size,
+            recipe.data_seed,
+            block_size=recipe.mixture_block_size,
+            era_length=recipe.era_length,
+        ),
         allow_idle=run.allow_idle,
     )
     batches.check_targets(schedule.num_steps)

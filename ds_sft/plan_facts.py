@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ds_sft.data.model_files import ModelFiles
+from ds_sft.data.order import LEVANTER_ORDERS
 from ds_sft.engine.config import optimizer_kind
 from ds_sft.flags import RunConfig
 from ds_sft.recipe import cadence
@@ -80,12 +81,14 @@ def _step_facts(plan: Plan) -> dict[str, Any]:
     data, batch = plan.data, plan.recipe.train_batch_size
     steps = plan.schedule.num_steps
     num_docs = len(data.doc_lens)
+    # Levanter's orders hold the whole run; every other one is walked around.
+    once = data.num_packs if plan.recipe.order in LEVANTER_ORDERS else len(plan.batches.order)
     return {
         "num_train_steps": steps,
         "warmup_steps": plan.schedule.warmup_steps,
         "stable_steps": plan.schedule.stable_steps,
         "decay_steps": plan.schedule.decay_steps,
-        "epochs": round(steps * batch / len(plan.batches.order), 4),
+        "epochs": round(steps * batch / once, 4),
         "num_packs": data.num_packs,
         "num_docs": num_docs,
         "steps_of_8_epochs_by_packs": -(-_EPOCHS_BY_DEFAULT * data.num_packs // batch),
@@ -131,9 +134,10 @@ def _target_facts(plan: Plan) -> dict[str, Any]:
 
 def step_targets(batches: BatchPlan, num_steps: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Trained target tokens of every step, int64 [num_steps]."""
-    sums = np.concatenate([[0], np.cumsum(batches.counts, dtype=np.int64)])
+    counts = np.asarray(batches.counts, dtype=np.int64)[np.asarray(batches.order)]
+    sums = np.concatenate([[0], np.cumsum(counts)])
     rounds, rest = np.divmod(
-        np.arange(num_steps + 1, dtype=np.int64) * batches.batch_size, len(batches.counts)
+        np.arange(num_steps + 1, dtype=np.int64) * batches.batch_size, len(counts)
     )
     return np.asarray(np.diff(rounds * sums[-1] + sums[rest]))
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ds_sft import plan as planning
+from ds_sft.data.levanter_order import LevanterOrder
 from ds_sft.data.packed import PackedDataset
 from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.errors import ConfigError, DataError
@@ -80,6 +81,19 @@ def test_targets_of_a_step_wrap_around_like_the_batches(num_packs: int) -> None:
     batches = BatchPlan(recipe, counts, world_size=1)
     expected = [sum(batches.step_tokens(step)) for step in range(30)]
     assert step_targets(batches, 30).tolist() == expected
+
+
+def test_a_levanter_order_is_planned_over_the_whole_run(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    changes = {"--order": "levanter-era", "--era-length": 10, "--mixture-block-size": 7}
+    plan = make_plan(tiny_model, tiny_data, tmp_path / "run", changes)
+    want = list(LevanterOrder(28, 12 * 8, 42, 7, 10))
+    got = [p for step in range(12) for group in (0, 1) for p in plan.batches.group_packs(step, group)]
+    assert got == want
+    assert facts(plan)["steps"]["epochs"] == pytest.approx(12 * 8 / 28, abs=1e-4)
+    per_step = [sum(plan.batches.step_tokens(step)) for step in range(12)]
+    assert step_targets(plan.batches, 12).tolist() == per_step
 
 
 def test_parameters_that_decay_are_counted_from_the_headers(golden: Plan) -> None:

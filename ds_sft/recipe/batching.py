@@ -37,6 +37,8 @@ class MicroBatch:
 class BatchPlan:
     """The batches of a run: `order` holds pack indices, walked once around and again.
 
+    It may compute them when they are asked for. `assistant_counts` belong to packs, not to places.
+
     Raises ConfigError when too many slots would idle, DataError when a group has no target.
     """
 
@@ -55,11 +57,9 @@ class BatchPlan:
                 f"world_size={world_size} and per_device_batch={per_device_batch} "
                 "must be at least 1"
             )
-        self.order = (
-            list(range(len(assistant_counts))) if order is None else [int(i) for i in order]
-        )
-        self.counts = [int(assistant_counts[i]) for i in self.order]
-        if not self.order:
+        self.order = range(len(assistant_counts)) if order is None else order
+        self.counts = [int(count) for count in assistant_counts]
+        if not len(self.order):
             raise DataError("the data set holds no packs: run ds-sft prepare again")
         self.batch_size = recipe.train_batch_size
         self.num_groups = recipe.loss_groups
@@ -97,8 +97,7 @@ class BatchPlan:
 
     def group_tokens(self, step: int, group: int) -> int:
         """Trained target tokens of one loss group, over all ranks."""
-        start = step * self.batch_size + group * self.group_size
-        return sum(self.counts[(start + i) % len(self.counts)] for i in range(self.group_size))
+        return sum(self.counts[pack] for pack in self.group_packs(step, group))
 
     def step_tokens(self, step: int) -> list[int]:
         """Target tokens per group [G]."""
@@ -120,7 +119,9 @@ class BatchPlan:
 
     def check_targets(self, num_steps: int) -> None:
         """Raise DataError if some group of the run would divide by zero target tokens."""
-        if len(self.counts) >= self.group_size and self._shortest_window() > 0:
+        if min(self.counts) > 0:
+            return
+        if len(self.order) >= self.group_size and self._shortest_window() > 0:
             return
         for step in range(num_steps):
             for group in range(self.num_groups):
@@ -134,9 +135,10 @@ class BatchPlan:
 
     def _shortest_window(self) -> int:
         """Smallest target count of any `group_size` neighbouring packs, with wraparound."""
-        window = sum(self.counts[: self.group_size])
+        counts = [self.counts[pack] for pack in self.order]
+        window = sum(counts[: self.group_size])
         smallest = window
-        for i in range(len(self.counts)):
-            window += self.counts[(i + self.group_size) % len(self.counts)] - self.counts[i]
+        for i in range(len(counts)):
+            window += counts[(i + self.group_size) % len(counts)] - counts[i]
             smallest = min(smallest, window)
         return smallest
