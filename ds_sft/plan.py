@@ -22,7 +22,13 @@ from ds_sft.data.packed import PackedDataset
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.errors import ConfigError, DataError
 from ds_sft.flags import RunConfig, parse_with_recipe
-from ds_sft.plan_data import check_tokenizers, note_template, token_range
+from ds_sft.plan_data import (
+    Validation,
+    check_tokenizers,
+    note_template,
+    open_validation,
+    token_range,
+)
 from ds_sft.recipe import cadence
 from ds_sft.recipe.batching import BatchPlan
 from ds_sft.recipe.recipe import Recipe
@@ -47,6 +53,8 @@ class Plan:
     """Learning rate by step."""
     batches: BatchPlan
     """Packs by step and rank."""
+    validation: Validation | None
+    """What is evaluated, and when; None = nothing."""
     ds_config: dict[str, Any]
     """The complete dictionary for `deepspeed.initialize`."""
     model: ModelFiles | None
@@ -57,6 +65,12 @@ class Plan:
     """The checkpoint that the run goes on from; None when it starts at step 0."""
     notes: list[str] = field(default_factory=list)
     """What could not be checked, and what is odd but allowed."""
+
+    @property
+    def data_sha256(self) -> str:
+        """What two ranks with the same data agree on, validation included."""
+        validation = "" if self.validation is None else self.validation.data.manifest_sha256
+        return self.data.manifest_sha256 + validation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +147,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         allow_idle=run.allow_idle,
     )
     batches.check_targets(schedule.num_steps)
+    validation = open_validation(run, data, model, world_size)
     _check_place(run, None if model is None else model.directory)
     point = _check_resume(run, recipe, data, model, world_size, notes)
     _note_oddities(run, recipe, schedule, batches, model, notes)
@@ -142,6 +157,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         data=data,
         schedule=schedule,
         batches=batches,
+        validation=validation,
         ds_config=ds_config,
         model=model,
         tokenizer_dir=tokenizer_dir,

@@ -45,6 +45,7 @@ def facts(plan: Plan) -> dict[str, Any]:
             for step, what in corner_steps(schedule)
         ],
         "targets": _target_facts(plan),
+        "validation": None if plan.validation is None else _validation_facts(plan),
         "model": None if plan.model is None else _model_facts(plan.model),
         "exports": cadence.labels(schedule.num_steps, recipe.steps_per_hf_export),
         "checkpoints": cadence.labels(schedule.num_steps, recipe.steps_per_checkpoint),
@@ -129,6 +130,24 @@ def _target_facts(plan: Plan) -> dict[str, Any]:
         "per_step_mean": round(float(per_step.mean()), 1),
         "per_step_max": int(per_step.max()),
         "whole_run": int(per_step.sum()),
+    }
+
+
+def _validation_facts(plan: Plan) -> dict[str, Any]:
+    validation = plan.validation
+    assert validation is not None
+    labels = cadence.labels(plan.schedule.num_steps, validation.every)
+    data, num_micro = validation.data, validation.batches.num_micro
+    return {
+        "path": str(data.path),
+        "every": validation.every,
+        "labels": labels,
+        "num_packs": data.num_packs,
+        "assistant_tokens": int(np.asarray(data.assistant_counts).sum()),
+        "document_tokens": int(np.asarray(data.doc_lens, dtype=np.int64).sum()),
+        "microbatches": num_micro,
+        "microbatches_whole_run": num_micro * len(labels),
+        "training_microbatches": plan.batches.micro_per_step * plan.schedule.num_steps,
     }
 
 

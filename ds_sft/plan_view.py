@@ -80,6 +80,7 @@ def sections(said: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
         ("Learning rate", rates),
         ("Engine", _engine_rows(said)),
         ("Model", _model_rows(said)),
+        ("Validation", _validation_rows(said["validation"])),
         ("Labels", [
             ("hf exports",
              label_list(said["exports"], said["recipe"]["steps_per_hf_export"])),
@@ -121,6 +122,20 @@ def _model_rows(said: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((title, f"{group['tensors']} tensors, {group['parameters']:,} parameters: "
                      f"{', '.join(group['sample'])}, ..."))  # fmt: skip
     return rows
+
+
+def _validation_rows(validation: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if validation is None:
+        return [("evaluations", "none")]
+    return [
+        ("directory", validation["path"]),
+        ("packs", f"{validation['num_packs']:,} with {validation['assistant_tokens']:,} trained of "
+         f"{validation['document_tokens']:,} tokens"),
+        ("evaluations", label_list(validation["labels"], validation["every"])),
+        ("cost", f"{validation['microbatches']:,} microbatches a rank each, "
+         f"{validation['microbatches_whole_run']:,} in the whole run, forward only (training: "
+         f"{validation['training_microbatches']:,}, forward and backward)"),
+    ]  # fmt: skip
 
 
 def _disk_rows(disk: dict[str, Any]) -> list[tuple[str, str]]:

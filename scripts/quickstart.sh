@@ -128,7 +128,7 @@ python scripts/try_export.py "$export_dir" "$prompt" 2>/dev/null ||
 python - "$out/metrics.jsonl" <<'PY'
 import json, statistics, sys
 
-rows = [json.loads(line) for line in open(sys.argv[1])]
+rows = [row for row in map(json.loads, open(sys.argv[1])) if "loss" in row]
 first = rows[0]["loss"]
 last = statistics.mean(row["loss"] for row in rows[-3:])
 speed = statistics.median(row["tokens_per_s"] for row in rows)

@@ -89,7 +89,9 @@ def test_a_levanter_order_is_planned_over_the_whole_run(
     changes = {"--order": "levanter-era", "--era-length": 10, "--mixture-block-size": 7}
     plan = make_plan(tiny_model, tiny_data, tmp_path / "run", changes)
     want = list(LevanterOrder(28, 12 * 8, 42, 7, 10))
-    got = [p for step in range(12) for group in (0, 1) for p in plan.batches.group_packs(step, group)]
+    got = [
+        p for step in range(12) for group in (0, 1) for p in plan.batches.group_packs(step, group)
+    ]
     assert got == want
     assert facts(plan)["steps"]["epochs"] == pytest.approx(12 * 8 / 28, abs=1e-4)
     per_step = [sum(plan.batches.step_tokens(step)) for step in range(12)]

@@ -34,6 +34,43 @@ class MicroBatch:
     """Factor on the summed loss: world_size / (loss_groups * target tokens of the group)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalPlan:
+    """One pass over every pack of a validation set, by rank."""
+
+    num_packs: int
+    """Packs of the validation set."""
+    world_size: int
+    """Ranks that share them."""
+    per_device_batch: int
+    """Packs per rank in one microbatch."""
+
+    @property
+    def num_micro(self) -> int:
+        """Microbatches of each rank, forward only."""
+        return -(-self.num_packs // (self.world_size * self.per_device_batch))
+
+    def micro_batches(self, rank: int) -> Iterator[MicroBatch]:
+        """The microbatches of `rank`; as many on every rank, the loss summed and not scaled."""
+        packs = range(self.num_packs)
+        for row, num_active in rank_rows(packs, rank, self.world_size, self.per_device_batch):
+            yield MicroBatch(group=0, packs=row, num_active=num_active, scale=1.0)
+
+
+def rank_rows(
+    packs: Sequence[int], rank: int, world_size: int, per_device_batch: int
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Rows of `per_device_batch` packs for one rank, each with the number of packs that count.
+
+    Every rank gets as many rows. An idle slot repeats the first pack: a row of the usual shape
+    keeps memory, kernels and the number of collectives the same on every rank.
+    """
+    for start in range(0, len(packs), world_size * per_device_batch):
+        offset = start + rank * per_device_batch
+        mine = tuple(packs[offset : offset + per_device_batch])
+        yield mine + (packs[0],) * (per_device_batch - len(mine)), len(mine)
+
+
 class BatchPlan:
     """The batches of a run: `order` holds pack indices, walked once around and again.
 
@@ -109,13 +146,8 @@ class BatchPlan:
         for group in range(self.num_groups):
             packs = self.group_packs(step, group)
             scale = self.world_size / (self.num_groups * self.group_tokens(step, group))
-            for m in range(self.micro_per_group):
-                offset = (m * self.world_size + rank) * pdb
-                mine = packs[offset : offset + pdb]
-                # An idle slot repeats a pack of the group: a row of the usual shape keeps memory,
-                # kernels and the number of collectives the same on every rank.
-                row = mine + [packs[0]] * (pdb - len(mine))
-                yield MicroBatch(group=group, packs=tuple(row), num_active=len(mine), scale=scale)
+            for row, num_active in rank_rows(packs, rank, self.world_size, pdb):
+                yield MicroBatch(group=group, packs=row, num_active=num_active, scale=scale)
 
     def check_targets(self, num_steps: int) -> None:
         """Raise DataError if some group of the run would divide by zero target tokens."""
