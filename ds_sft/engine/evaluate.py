@@ -8,6 +8,7 @@ run has the same losses with and without evaluations. Leaves when it is due to `
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,5 +65,7 @@ def evaluate(
     dist.all_reduce(totals)
     loss_sum, tokens = totals.tolist()
     return EvalResult(
-        loss=loss_sum / tokens, target_tokens=int(tokens), seconds=time.monotonic() - started
+        loss=loss_sum / tokens if tokens else math.nan,
+        target_tokens=int(tokens),
+        seconds=time.monotonic() - started,
     )

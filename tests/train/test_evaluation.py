@@ -6,6 +6,7 @@ two packs a rank divide, or two, which three ranks cannot share.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,22 @@ from ds_sft.data.packed_writer import PackedWriter
 pytestmark = pytest.mark.slow
 LABELS = [3, 6, 7]
 RUN = {
-    "--num-train-steps": 8, "--eval-every": 3, "--hf-export-dtype": "float32",
+    "--num-train-steps": 8, "--train-batch-size": 4, "--eval-every": 3,
+    "--hf-export-dtype": "float32",
     "--steps-per-hf-export": 3, "--steps-per-checkpoint": 100,
 }  # fmt: skip
 EXACT = ("label", "loss", "lr", "grad_norm", "target_tokens", "tokens")
 LIMIT = 1e-5  # float32 sums in another order
+# Every parameter is gathered, prefetched and freed; what a forward leaves behind would show.
+TIGHT = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": 20000,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 40000,
+        "stage3_max_reuse_distance": 0,
+    }
+}
 
 
 def with_validation(data: Path, to: Path, packs: list[int]) -> Path:
@@ -59,9 +71,16 @@ def runs(
 ) -> dict[str, Result]:  # fmt: skip
     """Every training of this file, by name; those called `chain` go on from one another."""
     work = tmp_path_factory.mktemp("evaluation")
+    tight = work / "tight.json"
+    tight.write_text(json.dumps(TIGHT))
 
     def training(name: str, data: Path, trouble: str = "", **changes: Any) -> Training:
-        words = harness.flags(tiny_model, data, work / name.split(":")[0], {**RUN, **changes})
+        words = harness.flags(
+            tiny_model,
+            data,
+            work / name.split(":")[0],
+            {**RUN, "--deepspeed-config": tight, **changes},
+        )
         if not trouble:
             return Training(words)
         return Training(words, {"IN_EVALUATION": trouble}, module="troubled_evaluation")
