@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_sft.data.model_files import ModelFiles, cached_revision
-from ds_sft.data.packed import TOKENIZER_DIR, PackedDataset
+from ds_sft.data.packed import TOKENIZER_DIR, VALIDATION_DIR, PackedDataset
 from ds_sft.data.template import SHIPPED, read_template
 from ds_sft.data.tokenizer import TEMPLATE_FILE, tokenizer_hash
 from ds_sft.errors import ConfigError, DataError
@@ -25,7 +25,6 @@ from ds_sft.run.hf_format import has_chat_template
 
 _MAX_SCANNED_TOKENS = 1 << 26  # 256 MiB of int32: a tenth of a second from memory
 _CHUNK_TOKENS = 1 << 20
-VALIDATION_DIR = "validation"
 EVAL_EVERY = 500
 
 
@@ -50,9 +49,16 @@ def open_validation(
     fit to the data and the model.
     """
     path = data.path / VALIDATION_DIR
-    if run.eval_every == 0 or (run.eval_every is None and not path.exists()):
+    if run.eval_every == 0:
         return None
     if not path.exists():
+        if data.manifest.get("validation"):
+            raise DataError(
+                f"{data.path} was prepared with a validation set, but {path} is not there: copy "
+                "it too, or use --eval-every 0"
+            )
+        if run.eval_every is None:
+            return None
         raise ConfigError(
             f"--eval-every {run.eval_every}, but {path} does not exist: prepare the data with "
             "--validation-fraction or --validation-input, or drop the flag"

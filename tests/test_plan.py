@@ -486,6 +486,12 @@ def test_a_damaged_or_foreign_validation_set_is_refused(
     np.save(data / "validation/tokens.npy", tokens)
     with pytest.raises(DataError, match=r"holds token id 512, but the model has 512"):
         make_plan(tiny_model, data, tmp_path / "run")
+    manifest = json.loads((data / "manifest.json").read_text())
+    (data / "manifest.json").write_text(json.dumps({**manifest, "validation": {"packs": 3}}))
+    shutil.move(data / "validation", tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="prepared with a validation set, but"):
+        make_plan(tiny_model, data, tmp_path / "run")
+    shutil.move(tmp_path / "elsewhere", data / "validation")
     (data / "validation/manifest.json").unlink()
     with pytest.raises(DataError, match=r"has no manifest\.json"):
         make_plan(tiny_model, data, tmp_path / "run")
