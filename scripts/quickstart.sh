@@ -113,7 +113,7 @@ echo "[train] $log has all of the output"
 deepspeed --hostfile /dev/null --num_gpus "$ranks" --master_addr 127.0.0.1 --master_port "$port" \
   --module ds_sft.train "${recipe[@]}" --out "$out" --log-every "$log_every" </dev/null 2>&1 |
   tee "$log" |
-  grep --line-buffered -E '^(Progress on|\[(init|check|export|checkpoint|done|resume)\]|First batch|error:)' ||
+  grep --line-buffered -E '^(Progress on|\[(init|check|eval|export|checkpoint|done|resume)\]|First batch|error:)' ||
   true
 # The launcher's exit code is not to be trusted; the marker is.
 [ -f "$out/finished" ] ||
