@@ -64,6 +64,7 @@ def sections(said: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
         ("8 epochs would be", f"{steps['steps_of_8_epochs_by_packs']:,} steps counting packs "
          f"(as here), {steps['steps_of_8_epochs_by_documents']:,} counting documents (as marin's "
          "experiment files do)"),
+        ("order", _order_text(said["recipe"])),
         ("phases", f"{steps['warmup_steps']:,} warmup, {steps['stable_steps']:,} at the peak, "
          f"{steps['decay_steps']:,} decay"),
         ("trained tokens", f"{targets['assistant_tokens']:,} of {targets['document_tokens']:,} in "
@@ -90,6 +91,19 @@ def sections(said: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
         ("Disk", _disk_rows(said["disk"])),
         ("Data", _data_rows(said["data"])),
     ]  # fmt: skip
+
+
+def _order_text(recipe: dict[str, Any]) -> str:
+    order, seed = recipe["order"], f"seed {recipe['data_seed']}"
+    if order == "shuffle":
+        return f"shuffle, {seed}, every epoch the same"
+    if not order.startswith("levanter-"):
+        return str(order)
+    eras = f" over eras of {recipe['era_length']:,}" if recipe["era_length"] else ""
+    return (
+        f"{order}, {seed}: blocks of {recipe['mixture_block_size']:,} packs{eras}; "
+        "an epoch does not hold every pack once"
+    )
 
 
 def _engine_rows(said: dict[str, Any]) -> list[tuple[str, str]]:

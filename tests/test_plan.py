@@ -86,7 +86,7 @@ def test_targets_of_a_step_wrap_around_like_the_batches(num_packs: int) -> None:
 
 
 def test_a_levanter_order_is_planned_over_the_whole_run(
-    tiny_model: Path, tiny_data: Path, tmp_path: Path
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"--order": "levanter-era", "--era-length": 10, "--mixture-block-size": 7}
     plan = make_plan(tiny_model, tiny_data, tmp_path / "run", changes)
@@ -98,6 +98,8 @@ def test_a_levanter_order_is_planned_over_the_whole_run(
     assert facts(plan)["steps"]["epochs"] == pytest.approx(12 * 8 / 28, abs=1e-4)
     per_step = [sum(plan.batches.step_tokens(step)) for step in range(12)]
     assert step_targets(plan.batches, 12).tolist() == per_step
+    planning.show(plan)
+    assert "levanter-era, seed 42: blocks of 7 packs over eras of 10;" in capsys.readouterr().out
 
 
 def test_parameters_that_decay_are_counted_from_the_headers(golden: Plan) -> None:
