@@ -124,7 +124,12 @@ class Recipe:
             self.mixture_block_size,
             "use 1 to 65535, as Levanter does",
         )
-        _require(0 <= self.era_length <= MAX_ERA, "era_length", self.era_length, "use 1 to 2^40")
+        _require(
+            self.era_length == 0 or 2 <= self.era_length <= MAX_ERA,
+            "era_length",
+            self.era_length,
+            "use 2 to 2^40, as Levanter does",
+        )
         if (self.order == "levanter-era") != (self.era_length > 0):
             raise ConfigError(
                 f"order={self.order} with era_length={self.era_length}: order=levanter-era needs "

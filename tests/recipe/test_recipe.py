@@ -66,6 +66,7 @@ def test_toml_keys_override_a_base_recipe():
         ({**MINIMAL, "order": "levanter-era"}, "needs the number of Levanter's `shuffle`"),
         ({**MINIMAL, "order": "shuffle", "era_length": 5}, "no other order takes one"),
         ({**MINIMAL, "order": "levanter-era", "era_length": -5}, "era_length=-5"),
+        ({**MINIMAL, "order": "levanter-era", "era_length": 1}, "use 2 to 2^40"),
     ],
 )  # fmt: skip
 def test_a_bad_recipe_is_refused_in_one_line(values, words):
