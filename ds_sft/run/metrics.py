@@ -90,8 +90,8 @@ class RunLog:
             flush=True,
         )
         if self.wandb is not None:
-            never_stop(lambda: self.wandb.log(row))
-        if self.monitor.enabled:
+            never_stop(lambda: self.wandb.log({k: v for k, v in row.items() if v is not None}))
+        if self.monitor.enabled and row["eval/loss"] is not None:
             self.monitor.write_events([("Eval/loss", result.loss, label + 1)])
 
     def has_evaluation(self, label: int) -> bool:
