@@ -97,7 +97,7 @@ def ours(args: argparse.Namespace, model: Path, data: Path, ranks: int) -> float
     ]  # fmt: skip
     run(command, threads=1)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return median_speed(rows)
+    return median_speed([row for row in rows if "loss" in row])
 
 
 def bare(args: argparse.Namespace, model: Path, data: Path) -> float:

@@ -80,6 +80,9 @@ class RunConfig:
     """What a resumed run may change: recipe fields (num_train_steps), data, tokenizer, code."""
     stop_after: int = 0
     """Stop after so many completed steps without changing the schedule; 0 = run to the end."""
+    eval_every: int | None = None
+    """Evaluate <data>/validation at every label that is a multiple of this and at the last one;
+    default: 500 where there is one; 0 = never."""
     log_every: int = 1
     """A console line every so many steps; the last step always."""
     skip_checks: bool = False
@@ -117,6 +120,7 @@ class RunConfig:
             "keep_checkpoints": 0,
             "stop_after": 0,
             "log_every": 1,
+            "eval_every": 0,
             "temp_checkpoint_minutes": 0,
             "epochs": 0,
             "collective_timeout_minutes": 0.01,
@@ -125,11 +129,10 @@ class RunConfig:
             "check_weights_every": 0,
         }
         for name, low in minimum.items():
-            if not low <= getattr(self, name) <= LARGEST:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= LARGEST:
                 flag = name.replace("_", "-")
-                raise ConfigError(
-                    f"--{flag}={getattr(self, name)} must be from {low} to {LARGEST:,}"
-                )
+                raise ConfigError(f"--{flag}={value} must be from {low} to {LARGEST:,}")
 
     @property
     def run_dir(self) -> Path:

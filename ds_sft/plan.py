@@ -17,13 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from ds_sft.data.model_files import ModelFiles, find_model
-from ds_sft.data.order import pack_order
+from ds_sft.data.order import run_order
 from ds_sft.data.packed import PackedDataset
 from ds_sft.engine import swap_files
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.errors import ConfigError, DataError
 from ds_sft.flags import RunConfig, parse_with_recipe
-from ds_sft.plan_data import check_tokenizers, note_template, token_range
+from ds_sft.plan_data import (
+    Validation,
+    check_tokenizers,
+    note_template,
+    open_validation,
+    token_range,
+)
 from ds_sft.recipe import cadence
 from ds_sft.recipe.batching import BatchPlan
 from ds_sft.recipe.recipe import Recipe
@@ -48,6 +54,8 @@ class Plan:
     """Learning rate by step."""
     batches: BatchPlan
     """Packs by step and rank."""
+    validation: Validation | None
+    """What is evaluated, and when; None = nothing."""
     ds_config: dict[str, Any]
     """The complete dictionary for `deepspeed.initialize`."""
     model: ModelFiles | None
@@ -58,6 +66,12 @@ class Plan:
     """The checkpoint that the run goes on from; None when it starts at step 0."""
     notes: list[str] = field(default_factory=list)
     """What could not be checked, and what is odd but allowed."""
+
+    @property
+    def data_sha256(self) -> str:
+        """What two ranks with the same data agree on, validation included."""
+        validation = "" if self.validation is None else self.validation.data.manifest_sha256
+        return self.data.manifest_sha256 + validation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +138,18 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         data.assistant_counts.tolist(),
         world_size=world_size,
         per_device_batch=run.per_device_batch,
-        order=pack_order(recipe.order, data.num_packs, recipe.data_seed).tolist(),
+        order=run_order(
+            recipe.order,
+            data.num_packs,
+            schedule.num_steps * recipe.train_batch_size,
+            recipe.data_seed,
+            block_size=recipe.mixture_block_size,
+            era_length=recipe.era_length,
+        ),
         allow_idle=run.allow_idle,
     )
     batches.check_targets(schedule.num_steps)
+    validation = open_validation(run, data, model, world_size)
     _check_place(run, None if model is None else model.directory)
     swap_files.check(ds_config, model, world_size)
     point = _check_resume(run, recipe, data, model, tokenizer_dir, world_size, notes)
@@ -138,6 +160,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         data=data,
         schedule=schedule,
         batches=batches,
+        validation=validation,
         ds_config=ds_config,
         model=model,
         tokenizer_dir=tokenizer_dir,

@@ -1,27 +1,104 @@
-"""What a plan checks about tokens: their range, the tokenizers, the chat template.
+"""What a plan checks about tokens: their range, the tokenizers, the chat template, the validation.
 
-Owns the comparisons of the data set with the tokenizers of the model and of the exports. A data set
-of the first trainer says nothing about its tokenizer: then a note, never an error. No torch.
+Owns the comparisons of the data set with the tokenizers of the model and of the exports, and of the
+validation set with the data set. A data set of the first trainer says nothing about its tokenizer:
+then a note, never an error. No torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_sft.data.model_files import ModelFiles, cached_revision
-from ds_sft.data.packed import TOKENIZER_DIR, PackedDataset
+from ds_sft.data.packed import TOKENIZER_DIR, VALIDATION_DIR, PackedDataset
 from ds_sft.data.template import SHIPPED, read_template
 from ds_sft.data.tokenizer import TEMPLATE_FILE, tokenizer_hash
 from ds_sft.errors import ConfigError, DataError
 from ds_sft.flags import RunConfig
+from ds_sft.recipe.batching import EvalPlan
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.run.hf_format import has_chat_template
 
 _MAX_SCANNED_TOKENS = 1 << 26  # 256 MiB of int32: a tenth of a second from memory
 _CHUNK_TOKENS = 1 << 20
+EVAL_EVERY = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What is evaluated during the training, and when."""
+
+    data: PackedDataset
+    """The packed data set <data>/validation."""
+    batches: EvalPlan
+    """Its packs by rank."""
+    every: int
+    """Due at every label that is a multiple of this, and at the last."""
+
+
+def open_validation(
+    run: RunConfig, data: PackedDataset, model: ModelFiles | None, world_size: int
+) -> Validation | None:
+    """The validation set that belongs to `data`; None where nothing is to be evaluated.
+
+    Raises ConfigError when --eval-every asks for one that is not there, DataError when it does not
+    fit to the data and the model.
+    """
+    path = data.path / VALIDATION_DIR
+    if run.eval_every == 0:
+        return None
+    if not path.exists():
+        if data.manifest.get("validation"):
+            raise DataError(
+                f"{data.path} was prepared with a validation set, but {path} is not there: copy "
+                "it too, or use --eval-every 0"
+            )
+        if run.eval_every is None:
+            return None
+        raise ConfigError(
+            f"--eval-every {run.eval_every}, but {path} does not exist: prepare the data with "
+            "--validation-fraction or --validation-input, or drop the flag"
+        )
+    validation = PackedDataset.open(path)
+    _check_validation(validation, data, model)
+    batches = EvalPlan(
+        num_packs=validation.num_packs, world_size=world_size, per_device_batch=run.per_device_batch
+    )
+    return Validation(data=validation, batches=batches, every=run.eval_every or EVAL_EVERY)
+
+
+def _check_validation(
+    validation: PackedDataset, data: PackedDataset, model: ModelFiles | None
+) -> None:
+    path = validation.path
+    if validation.max_seq_len != data.max_seq_len:
+        raise DataError(
+            f"{path} has rows of {validation.max_seq_len} tokens and {data.path} of "
+            f"{data.max_seq_len}: prepare both together"
+        )
+    if int(validation.assistant_counts.sum()) == 0:
+        raise DataError(
+            f"{path} has no trained token in its {validation.num_packs} packs, so it has no loss: "
+            "prepare it with other rows, or use --eval-every 0"
+        )
+    for key in ("tokenizer_hash", "chat_template_sha256"):
+        ours, theirs = data.manifest.get(key), validation.manifest.get(key)
+        if None not in (ours, theirs) and ours != theirs:
+            raise DataError(
+                f"{path} was prepared with another {key.rpartition('_')[0]} than {data.path}: "
+                "prepare both together"
+            )
+    low, high, _ = token_range(validation)
+    if model is not None and (low < 0 or high >= model.vocab_size):
+        raise DataError(
+            f"{path} holds token id {low if low < 0 else high}, but the model has "
+            f"{model.vocab_size} (0 to {model.vocab_size - 1}): prepare it with the model's own "
+            "tokenizer"
+        )
 
 
 def token_range(data: PackedDataset) -> tuple[int, int, bool]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ds_sft.data.model_files import ModelFiles
+from ds_sft.data.order import LEVANTER_ORDERS
 from ds_sft.engine.config import optimizer_kind
 from ds_sft.flags import RunConfig
 from ds_sft.recipe import cadence
@@ -44,6 +45,7 @@ def facts(plan: Plan) -> dict[str, Any]:
             for step, what in corner_steps(schedule)
         ],
         "targets": _target_facts(plan),
+        "validation": None if plan.validation is None else _validation_facts(plan),
         "model": None if plan.model is None else _model_facts(plan.model),
         "exports": cadence.labels(schedule.num_steps, recipe.steps_per_hf_export),
         "checkpoints": cadence.labels(schedule.num_steps, recipe.steps_per_checkpoint),
@@ -80,12 +82,14 @@ def _step_facts(plan: Plan) -> dict[str, Any]:
     data, batch = plan.data, plan.recipe.train_batch_size
     steps = plan.schedule.num_steps
     num_docs = len(data.doc_lens)
+    # Levanter's orders hold the whole run; every other one is walked around.
+    once = data.num_packs if plan.recipe.order in LEVANTER_ORDERS else len(plan.batches.order)
     return {
         "num_train_steps": steps,
         "warmup_steps": plan.schedule.warmup_steps,
         "stable_steps": plan.schedule.stable_steps,
         "decay_steps": plan.schedule.decay_steps,
-        "epochs": round(steps * batch / len(plan.batches.order), 4),
+        "epochs": round(steps * batch / once, 4),
         "num_packs": data.num_packs,
         "num_docs": num_docs,
         "steps_of_8_epochs_by_packs": -(-_EPOCHS_BY_DEFAULT * data.num_packs // batch),
@@ -129,11 +133,30 @@ def _target_facts(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _validation_facts(plan: Plan) -> dict[str, Any]:
+    validation = plan.validation
+    assert validation is not None
+    labels = cadence.labels(plan.schedule.num_steps, validation.every)
+    data, num_micro = validation.data, validation.batches.num_micro
+    return {
+        "path": str(data.path),
+        "every": validation.every,
+        "labels": labels,
+        "num_packs": data.num_packs,
+        "assistant_tokens": int(np.asarray(data.assistant_counts).sum()),
+        "document_tokens": int(np.asarray(data.doc_lens, dtype=np.int64).sum()),
+        "microbatches": num_micro,
+        "microbatches_whole_run": num_micro * len(labels),
+        "training_microbatches": plan.batches.micro_per_step * plan.schedule.num_steps,
+    }
+
+
 def step_targets(batches: BatchPlan, num_steps: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Trained target tokens of every step, int64 [num_steps]."""
-    sums = np.concatenate([[0], np.cumsum(batches.counts, dtype=np.int64)])
+    counts = np.asarray(batches.counts, dtype=np.int64)[np.asarray(batches.order)]
+    sums = np.concatenate([[0], np.cumsum(counts)])
     rounds, rest = np.divmod(
-        np.arange(num_steps + 1, dtype=np.int64) * batches.batch_size, len(batches.counts)
+        np.arange(num_steps + 1, dtype=np.int64) * batches.batch_size, len(counts)
     )
     return np.asarray(np.diff(rounds * sums[-1] + sums[rest]))
 

@@ -64,6 +64,7 @@ def sections(said: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
         ("8 epochs would be", f"{steps['steps_of_8_epochs_by_packs']:,} steps counting packs "
          f"(as here), {steps['steps_of_8_epochs_by_documents']:,} counting documents (as marin's "
          "experiment files do)"),
+        ("order", _order_text(said["recipe"])),
         ("phases", f"{steps['warmup_steps']:,} warmup, {steps['stable_steps']:,} at the peak, "
          f"{steps['decay_steps']:,} decay"),
         ("trained tokens", f"{targets['assistant_tokens']:,} of {targets['document_tokens']:,} in "
@@ -80,6 +81,7 @@ def sections(said: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
         ("Learning rate", rates),
         ("Engine", _engine_rows(said)),
         ("Model", _model_rows(said)),
+        ("Validation", _validation_rows(said["validation"])),
         ("Labels", [
             ("hf exports",
              label_list(said["exports"], said["recipe"]["steps_per_hf_export"])),
@@ -89,6 +91,19 @@ def sections(said: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
         ("Disk", _disk_rows(said["disk"])),
         ("Data", _data_rows(said["data"])),
     ]  # fmt: skip
+
+
+def _order_text(recipe: dict[str, Any]) -> str:
+    order, seed = recipe["order"], f"seed {recipe['data_seed']}"
+    if order == "shuffle":
+        return f"shuffle, {seed}, every epoch the same"
+    if not order.startswith("levanter-"):
+        return str(order)
+    eras = f" over eras of {recipe['era_length']:,}" if recipe["era_length"] else ""
+    return (
+        f"{order}, {seed}: blocks of {recipe['mixture_block_size']:,} packs{eras}; "
+        "an epoch does not hold every pack once"
+    )
 
 
 def _engine_rows(said: dict[str, Any]) -> list[tuple[str, str]]:
@@ -121,6 +136,20 @@ def _model_rows(said: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((title, f"{group['tensors']} tensors, {group['parameters']:,} parameters: "
                      f"{', '.join(group['sample'])}, ..."))  # fmt: skip
     return rows
+
+
+def _validation_rows(validation: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if validation is None:
+        return [("evaluations", "none")]
+    return [
+        ("directory", validation["path"]),
+        ("packs", f"{validation['num_packs']:,} with {validation['assistant_tokens']:,} trained of "
+         f"{validation['document_tokens']:,} tokens"),
+        ("evaluations", label_list(validation["labels"], validation["every"])),
+        ("cost", f"{validation['microbatches']:,} microbatches a rank each, "
+         f"{validation['microbatches_whole_run']:,} in the whole run, forward only (training: "
+         f"{validation['training_microbatches']:,}, forward and backward)"),
+    ]  # fmt: skip
 
 
 def _disk_rows(disk: dict[str, Any]) -> list[tuple[str, str]]:

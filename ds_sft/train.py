@@ -13,8 +13,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ds_sft.cli import reporting
 from ds_sft.data.model_files import ModelFiles
@@ -24,6 +25,9 @@ from ds_sft.plan import Plan, check, show
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.lock import RunLock
 from ds_sft.run.stopping import Stopping
+
+if TYPE_CHECKING:
+    from ds_sft.run.metrics import RunLog
 
 RANK_ZERO_SECONDS = 3.0  # the launcher looks at its ranks once a second
 
@@ -109,7 +113,7 @@ def train(plan: Plan, stopping: Stopping) -> int:
         Watch(run.step_timeout_minutes) as watch,
     ):
         start = str(plan.resume_from.path) if plan.resume_from else "step 0"
-        proofs.prove_same_files(run.run_dir, plan.data.manifest_sha256, start)
+        proofs.prove_same_files(run.run_dir, plan.data_sha256, start)
         plan, model, tokenizer_dir = with_model(plan)
         engine = build.build_engine(run, recipe, plan.ds_config, model)
         saver = Saver(engine, run, recipe, plan.ds_config, plan.data, model, tokenizer_dir)
@@ -122,8 +126,10 @@ def train(plan: Plan, stopping: Stopping) -> int:
         mfu = mfu_factor(model, plan.data.doc_lens)
         log = RunLog(run, schedule.num_steps, first, engine.monitor, mfu)
 
+        # What was stopped or killed inside an evaluation has saved its step and not its evaluation.
+        whole = evaluate_if_due(engine, plan, log, first - 1, stopping.agreed)
         last = min(schedule.num_steps, run.stop_after or schedule.num_steps)
-        for step in range(first, last):
+        for step in range(first, last if whole else first):
             lr = recipe.learning_rate * schedule.lr_multiplier(step)
             with watch.step(step):
                 result = train_step(
@@ -139,8 +145,12 @@ def train(plan: Plan, stopping: Stopping) -> int:
                 saver.export(due.label, interrupted=stopping.agreed)
             if due.checkpoint or due.temporary:
                 saver.checkpoint(due.label, temporary=not due.checkpoint)
+            whole = evaluate_if_due(engine, plan, log, step, stopping.agreed)
+            if not whole:
+                break
             log.resume_clock()
-        if log.completed < schedule.num_steps:
+        whole = whole and log.completed == schedule.num_steps
+        if not whole:
             saver.before_stopping(log.completed)
             log.stopped(stopping.reason or "--stop-after")
         else:
@@ -148,7 +158,27 @@ def train(plan: Plan, stopping: Stopping) -> int:
             log.finished()
             saver.report(log.seconds)
         stopping.ignore_signals()
-        return stopping.exit_code if log.completed < schedule.num_steps else 0
+        return 0 if whole else stopping.exit_code
+
+
+def evaluate_if_due(
+    engine: Any, plan: Plan, log: RunLog, label: int, stop: Callable[[], bool]
+) -> bool:
+    """Evaluate after step `label`, if that is due and not in the log; False when it was stopped."""
+    from ds_sft.engine.evaluate import evaluate
+    from ds_sft.recipe.cadence import is_due
+
+    chosen = plan.validation
+    if chosen is None or not is_due(label, plan.schedule.num_steps, chosen.every):
+        return True
+    if log.has_evaluation(label):
+        return True
+    result = evaluate(
+        engine, chosen.data, chosen.batches, stop=stop, progress=log.within_evaluation
+    )
+    if result is not None:
+        log.evaluation(label, result)
+    return result is not None
 
 
 def already_finished(plan: Plan) -> bool:

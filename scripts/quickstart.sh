@@ -113,7 +113,7 @@ echo "[train] $log has all of the output"
 deepspeed --hostfile /dev/null --num_gpus "$ranks" --master_addr 127.0.0.1 --master_port "$port" \
   --module ds_sft.train "${recipe[@]}" --out "$out" --log-every "$log_every" </dev/null 2>&1 |
   tee "$log" |
-  grep --line-buffered -E '^(Progress on|\[(init|check|export|checkpoint|done|resume)\]|First batch|error:)' ||
+  grep --line-buffered -E '^(Progress on|\[(init|check|eval|export|checkpoint|done|resume)\]|First batch|error:)' ||
   true
 # The launcher's exit code is not to be trusted; the marker is.
 [ -f "$out/finished" ] ||
@@ -128,7 +128,7 @@ python scripts/try_export.py "$export_dir" "$prompt" 2>/dev/null ||
 python - "$out/metrics.jsonl" <<'PY'
 import json, statistics, sys
 
-rows = [json.loads(line) for line in open(sys.argv[1])]
+rows = [row for row in map(json.loads, open(sys.argv[1])) if "loss" in row]
 first = rows[0]["loss"]
 last = statistics.mean(row["loss"] for row in rows[-3:])
 speed = statistics.median(row["tokens_per_s"] for row in rows)

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from ds_sft.data.packed import PackedDataset
 from ds_sft.data.packed_writer import PackedWriter
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -89,6 +90,42 @@ def write_golden_data(to: Path) -> Path:
     return to
 
 
+def with_validation(data: Path, to: Path, packs: list[int]) -> Path:
+    """A copy of a data set that holds some of its own packs as its validation set."""
+    shutil.copytree(data, to)
+    source = PackedDataset.open(data)
+    with PackedWriter(to / "validation", max_seq_len=source.max_seq_len) as writer:
+        for pack in packs:
+            lengths = source.doc_lengths(pack)
+            used = sum(lengths)
+            writer.add_pack(source.tokens[pack, :used], source.assistant_mask[pack, :used], lengths)
+        shutil.copytree(data / "tokenizer", writer.tokenizer_dir)
+        writer.commit({"packing": "next-fit"})
+    return to
+
+
+def plain_loss(export: Path, data: Path) -> float:
+    """Mean loss of a trained token of a packed data set: transformers on one document at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
+    packed = PackedDataset.open(data)
+    total, count = 0.0, 0
+    for pack in range(packed.num_packs):
+        start = 0
+        row = torch.from_numpy(packed.tokens[pack].astype("int64"))
+        for length in packed.doc_lengths(pack):
+            with torch.no_grad():
+                logits = model(input_ids=row[None, start : start + length]).logits[0].double()
+            for target in range(start + 1, min(start + length + 1, packed.max_seq_len)):
+                if packed.assistant_mask[pack, target]:
+                    total -= float(logits[target - start - 1].log_softmax(0)[row[target]])
+                    count += 1
+            start += length
+    return total / count
+
+
 def metrics(run: Path) -> list[dict]:
     """The rows of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -126,8 +163,15 @@ class Result:
 
     @property
     def rows(self) -> list[dict]:
-        """Its metrics.jsonl."""
-        return metrics(self.out)
+        """The optimizer steps in its metrics.jsonl."""
+        return [row for row in metrics(self.out) if "loss" in row]
+
+    @property
+    def evaluations(self) -> dict[int, dict]:
+        """The evaluations in its metrics.jsonl, by label; no label may have two."""
+        rows = [row for row in metrics(self.out) if "eval/loss" in row]
+        assert len({row["label"] for row in rows}) == len(rows)
+        return {row["label"]: row for row in rows}
 
     def column(self, name: str) -> list[float]:
         """One field of every row."""

@@ -2,6 +2,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from ds_sft import plan as planning
+from ds_sft.data.levanter_order import LevanterOrder
 from ds_sft.data.packed import PackedDataset
 from ds_sft.data.packed_writer import PackedWriter
+from ds_sft.data.tokenizer import tokenizer_hash
 from ds_sft.errors import ConfigError, DataError
 from ds_sft.flags import parse_train
 from ds_sft.plan import Plan
@@ -80,6 +83,23 @@ def test_targets_of_a_step_wrap_around_like_the_batches(num_packs: int) -> None:
     batches = BatchPlan(recipe, counts, world_size=1)
     expected = [sum(batches.step_tokens(step)) for step in range(30)]
     assert step_targets(batches, 30).tolist() == expected
+
+
+def test_a_levanter_order_is_planned_over_the_whole_run(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"--order": "levanter-era", "--era-length": 10, "--mixture-block-size": 7}
+    plan = make_plan(tiny_model, tiny_data, tmp_path / "run", changes)
+    want = list(LevanterOrder(28, 12 * 8, 42, 7, 10))
+    got = [
+        p for step in range(12) for group in (0, 1) for p in plan.batches.group_packs(step, group)
+    ]
+    assert got == want
+    assert facts(plan)["steps"]["epochs"] == pytest.approx(12 * 8 / 28, abs=1e-4)
+    per_step = [sum(plan.batches.step_tokens(step)) for step in range(12)]
+    assert step_targets(plan.batches, 12).tolist() == per_step
+    planning.show(plan)
+    assert "levanter-era, seed 42: blocks of 7 packs over eras of 10;" in capsys.readouterr().out
 
 
 def test_parameters_that_decay_are_counted_from_the_headers(golden: Plan) -> None:
@@ -366,3 +386,114 @@ def test_a_save_that_outlasts_the_launchers_patience_is_noted(
     assert notes() == []
     monkeypatch.setattr(planning, "ASSUMED_GB_PER_SECOND", 1e-6)
     assert len(notes()) == 1
+
+
+def with_validation(
+    data: Path, to: Path, packs: int = 3, max_seq_len: int = 64, **mask: int
+) -> Path:
+    """The data with a validation set of small packs."""
+    shutil.copytree(data, to)
+    with PackedWriter(to / "validation", max_seq_len=max_seq_len) as writer:
+        for _ in range(packs):
+            tokens = np.arange(10, dtype=np.int32)
+            writer.add_pack(tokens, np.full(10, mask.get("mask", 1), np.uint8), [4, 6])
+        shutil.copytree(data / "tokenizer", writer.tokenizer_dir)
+        writer.commit({"packing": "next-fit"})
+    return to
+
+
+def test_the_plan_says_what_evaluations_cost(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = with_validation(tiny_data, tmp_path / "data")
+    plan = make_plan(tiny_model, data, tmp_path / "run", {"--eval-every": 5})
+    said = facts(plan)["validation"]
+    assert said["labels"] == [5, 10, 11]
+    assert (said["num_packs"], said["assistant_tokens"], said["document_tokens"]) == (3, 27, 30)
+    assert said["microbatches"] == 2  # 3 packs on 2 ranks
+    assert said["microbatches_whole_run"] == 6
+    assert said["training_microbatches"] == 12 * 4
+    planning.show(plan)
+    text = capsys.readouterr().out
+    assert "3 with 27 trained of 30 tokens" in text
+    assert "3: step-5 step-10, step-11" in text
+
+
+def test_validation_is_evaluated_every_500_steps_where_there_is_one(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    data = with_validation(tiny_data, tmp_path / "data")
+    plan = make_plan(tiny_model, data, tmp_path / "run")
+    assert plan.validation is not None
+    assert plan.validation.every == 500
+    assert make_plan(tiny_model, data, tmp_path / "run", {"--eval-every": 0}).validation is None
+    assert make_plan(tiny_model, tiny_data, tmp_path / "run").validation is None
+    assert (
+        make_plan(tiny_model, tiny_data, tmp_path / "run", {"--eval-every": 0}).validation is None
+    )
+
+
+def test_ranks_with_another_validation_have_other_data(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    three = with_validation(tiny_data, tmp_path / "three")
+    two = with_validation(tiny_data, tmp_path / "two", packs=2)
+    hashes = {
+        make_plan(tiny_model, data, tmp_path / "run").data_sha256
+        for data in (three, two, tiny_data)
+    }
+    assert len(hashes) == 3
+
+
+def test_evaluations_without_validation_are_refused(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"--eval-every 100, but .*validation does not exist"):
+        make_plan(tiny_model, tiny_data, tmp_path / "run", {"--eval-every": 100})
+    with pytest.raises(ConfigError, match="--eval-every=-1 must be from 0"):
+        make_plan(tiny_model, tiny_data, tmp_path / "run", {"--eval-every": -1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_seq_len": 32}, "has rows of 32 tokens and .* of 64: prepare both together"),
+        ({"packs": 0}, "has no trained token in its 0 packs"),
+        ({"mask": 0}, "has no trained token in its 3 packs"),
+    ],
+)
+def test_a_validation_set_that_does_not_fit_is_refused(
+    changes: dict[str, int], said: str, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    data = with_validation(tiny_data, tmp_path / "data", **changes)
+    with pytest.raises(DataError, match=said):
+        make_plan(tiny_model, data, tmp_path / "run")
+
+
+def test_a_damaged_or_foreign_validation_set_is_refused(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    for key, name in (("tokenizer_hash", "tokenizer"), ("chat_template_sha256", "chat_template")):
+        data = with_validation(tiny_data, tmp_path / key)
+        for path in (data, data / "validation"):
+            manifest = json.loads((path / "manifest.json").read_text())
+            known = tokenizer_hash(path / "tokenizer")
+            manifest[key] = known if path == data else "other"
+            (path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(DataError, match=f"prepared with another {name} than"):
+            make_plan(tiny_model, data, tmp_path / "run")
+    data = with_validation(tiny_data, tmp_path / "tokens")
+    tokens = np.load(data / "validation/tokens.npy")
+    tokens[1, 2] = 512
+    np.save(data / "validation/tokens.npy", tokens)
+    with pytest.raises(DataError, match=r"holds token id 512, but the model has 512"):
+        make_plan(tiny_model, data, tmp_path / "run")
+    manifest = json.loads((data / "manifest.json").read_text())
+    (data / "manifest.json").write_text(json.dumps({**manifest, "validation": {"packs": 3}}))
+    shutil.move(data / "validation", tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="prepared with a validation set, but"):
+        make_plan(tiny_model, data, tmp_path / "run")
+    shutil.move(tmp_path / "elsewhere", data / "validation")
+    (data / "validation/manifest.json").unlink()
+    with pytest.raises(DataError, match=r"has no manifest\.json"):
+        make_plan(tiny_model, data, tmp_path / "run")

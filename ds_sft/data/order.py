@@ -1,18 +1,43 @@
-"""The order in which packs are trained: one array of pack indices, walked around and around.
+"""The order in which packs are trained: which `--order` means what.
 
-Owns `sequential`, `shuffle` and order files. Invariant: a pure function of its arguments, the same
-on every rank and in every resumed run. An order file may name a pack twice or never: Levanter's
-block shuffle does, and such an order is reproduced by writing it to a file.
+Owns `sequential`, `shuffle` and order files: one array of pack indices, walked around and around.
+Invariant: a pure function of its arguments, the same on every rank and in every resumed run. An
+order file may name a pack twice or never. Leaves Levanter's own orders, which have no such array,
+to `levanter_order`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from ds_sft.data.levanter_order import LevanterOrder
 from ds_sft.errors import ConfigError, DataError
+
+LEVANTER_ORDERS = ("levanter-blocks", "levanter-shuffle", "levanter-era")
+
+
+def run_order(
+    order: str,
+    num_packs: int,
+    num_positions: int,
+    seed: int,
+    *,
+    block_size: int,
+    era_length: int,
+) -> Sequence[int]:
+    """The packs of a run's positions; a run that is longer than the sequence walks it again.
+
+    Raises ConfigError or DataError for an order that cannot be used.
+    """
+    if order not in LEVANTER_ORDERS:
+        packs: list[int] = pack_order(order, num_packs, seed).tolist()
+        return packs
+    eras = {"levanter-blocks": None, "levanter-shuffle": 0, "levanter-era": era_length}[order]
+    return LevanterOrder(num_packs, num_positions, seed, block_size, eras)
 
 
 def pack_order(order: str, num_packs: int, seed: int) -> npt.NDArray[np.int64]:
@@ -29,7 +54,8 @@ def pack_order(order: str, num_packs: int, seed: int) -> npt.NDArray[np.int64]:
         np.random.default_rng(seed).shuffle(packs)
         return packs
     if not order.endswith(".npy"):
-        raise ConfigError(f"--order {order!r} is not known: use sequential, shuffle or a .npy file")
+        known = ", ".join(("sequential", "shuffle", *LEVANTER_ORDERS))
+        raise ConfigError(f"--order {order!r} is not known: use {known} or a .npy file")
     return _order_file(Path(order), num_packs)
 
 

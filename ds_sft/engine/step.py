@@ -8,7 +8,7 @@ the same shape; there is one collective of ours per step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -129,11 +129,17 @@ def prefetched(
     data: PackedDataset, batches: BatchPlan, step: int, device: torch.device
 ) -> Iterator[tuple[MicroBatch, DeviceBatch]]:
     """This rank's microbatches of a step, each prepared while the one before it computes."""
+    return in_advance(data, list(batches.micro_batches(step, dist.get_rank())), device)
+
+
+def in_advance(
+    data: PackedDataset, micros: Sequence[MicroBatch], device: torch.device
+) -> Iterator[tuple[MicroBatch, DeviceBatch]]:
+    """`micros` as the model reads them, each prepared while the one before it computes."""
 
     def prepare(micro: MicroBatch) -> DeviceBatch:
         return DeviceBatch.from_host(collate(data, micro.packs, micro.num_active), device)
 
-    micros = list(batches.micro_batches(step, dist.get_rank()))
     with ThreadPoolExecutor(max_workers=1) as pool:
         upcoming = pool.submit(prepare, micros[0])
         for i, micro in enumerate(micros):

@@ -35,7 +35,10 @@ class LossHead(nn.Module):
         hidden [T, H]; positions [N] int64 into T; labels [N] int64, the token to predict there.
         """
         chunk = self.chunk_size or max(1, positions.numel())
-        return _ChunkedCrossEntropy.apply(hidden, self.weight, positions, labels, chunk)
+        # Inside a Function autograd is off, and a parameter asks for a gradient even under no_grad:
+        # asked here, so that an evaluation does not pay for gradients that nobody wants.
+        wanted = torch.is_grad_enabled()
+        return _ChunkedCrossEntropy.apply(hidden, self.weight, positions, labels, chunk, wanted)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -47,9 +50,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         positions: torch.Tensor,
         labels: torch.Tensor,
         chunk_size: int,
+        wanted: bool,
     ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        with_grad = any(ctx.needs_input_grad[:2])
+        with_grad = wanted and any(ctx.needs_input_grad[:2])
         if with_grad:
             grad_hidden = torch.zeros_like(hidden)
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -76,6 +80,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             (grad_hidden * grad_total).to(grad_hidden.dtype),
             grad_weight.mul_(grad_total).to(ctx.weight_dtype),
+            None,
             None,
             None,
             None,

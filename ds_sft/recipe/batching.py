@@ -34,8 +34,47 @@ class MicroBatch:
     """Factor on the summed loss: world_size / (loss_groups * target tokens of the group)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalPlan:
+    """One pass over every pack of a validation set, by rank."""
+
+    num_packs: int
+    """Packs of the validation set."""
+    world_size: int
+    """Ranks that share them."""
+    per_device_batch: int
+    """Packs per rank in one microbatch."""
+
+    @property
+    def num_micro(self) -> int:
+        """Microbatches of each rank, forward only."""
+        return -(-self.num_packs // (self.world_size * self.per_device_batch))
+
+    def micro_batches(self, rank: int) -> Iterator[MicroBatch]:
+        """The microbatches of `rank`; as many on every rank, the loss summed and not scaled."""
+        packs = range(self.num_packs)
+        for row, num_active in rank_rows(packs, rank, self.world_size, self.per_device_batch):
+            yield MicroBatch(group=0, packs=row, num_active=num_active, scale=1.0)
+
+
+def rank_rows(
+    packs: Sequence[int], rank: int, world_size: int, per_device_batch: int
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Rows of `per_device_batch` packs for one rank, each with the number of packs that count.
+
+    Every rank gets as many rows. An idle slot repeats the first pack: a row of the usual shape
+    keeps memory, kernels and the number of collectives the same on every rank.
+    """
+    for start in range(0, len(packs), world_size * per_device_batch):
+        offset = start + rank * per_device_batch
+        mine = tuple(packs[offset : offset + per_device_batch])
+        yield mine + (packs[0],) * (per_device_batch - len(mine)), len(mine)
+
+
 class BatchPlan:
     """The batches of a run: `order` holds pack indices, walked once around and again.
+
+    It may compute them when they are asked for. `assistant_counts` belong to packs, not to places.
 
     Raises ConfigError when too many slots would idle, DataError when a group has no target.
     """
@@ -55,11 +94,9 @@ class BatchPlan:
                 f"world_size={world_size} and per_device_batch={per_device_batch} "
                 "must be at least 1"
             )
-        self.order = (
-            list(range(len(assistant_counts))) if order is None else [int(i) for i in order]
-        )
-        self.counts = [int(assistant_counts[i]) for i in self.order]
-        if not self.order:
+        self.order = range(len(assistant_counts)) if order is None else order
+        self.counts = [int(count) for count in assistant_counts]
+        if not len(self.order):
             raise DataError("the data set holds no packs: run ds-sft prepare again")
         self.batch_size = recipe.train_batch_size
         self.num_groups = recipe.loss_groups
@@ -97,8 +134,7 @@ class BatchPlan:
 
     def group_tokens(self, step: int, group: int) -> int:
         """Trained target tokens of one loss group, over all ranks."""
-        start = step * self.batch_size + group * self.group_size
-        return sum(self.counts[(start + i) % len(self.counts)] for i in range(self.group_size))
+        return sum(self.counts[pack] for pack in self.group_packs(step, group))
 
     def step_tokens(self, step: int) -> list[int]:
         """Target tokens per group [G]."""
@@ -110,17 +146,14 @@ class BatchPlan:
         for group in range(self.num_groups):
             packs = self.group_packs(step, group)
             scale = self.world_size / (self.num_groups * self.group_tokens(step, group))
-            for m in range(self.micro_per_group):
-                offset = (m * self.world_size + rank) * pdb
-                mine = packs[offset : offset + pdb]
-                # An idle slot repeats a pack of the group: a row of the usual shape keeps memory,
-                # kernels and the number of collectives the same on every rank.
-                row = mine + [packs[0]] * (pdb - len(mine))
-                yield MicroBatch(group=group, packs=tuple(row), num_active=len(mine), scale=scale)
+            for row, num_active in rank_rows(packs, rank, self.world_size, pdb):
+                yield MicroBatch(group=group, packs=row, num_active=num_active, scale=scale)
 
     def check_targets(self, num_steps: int) -> None:
         """Raise DataError if some group of the run would divide by zero target tokens."""
-        if len(self.counts) >= self.group_size and self._shortest_window() > 0:
+        if min(self.counts) > 0:
+            return
+        if len(self.order) >= self.group_size and self._shortest_window() > 0:
             return
         for step in range(num_steps):
             for group in range(self.num_groups):
@@ -134,9 +167,10 @@ class BatchPlan:
 
     def _shortest_window(self) -> int:
         """Smallest target count of any `group_size` neighbouring packs, with wraparound."""
-        window = sum(self.counts[: self.group_size])
+        counts = [self.counts[pack] for pack in self.order]
+        window = sum(counts[: self.group_size])
         smallest = window
-        for i in range(len(self.counts)):
-            window += self.counts[(i + self.group_size) % len(self.counts)] - self.counts[i]
+        for i in range(len(counts)):
+            window += counts[(i + self.group_size) % len(counts)] - counts[i]
             smallest = min(smallest, window)
         return smallest

@@ -19,6 +19,7 @@ from typing import Any
 from ds_sft.errors import ConfigError
 
 MAX_STEPS = 100_000_000
+MAX_ERA = 2**40
 LR_SCHEDULES = ("cosine", "linear", "constant", "inv_sqrt", "inv")
 REFUSED_LEVANTER_FIELDS = ("cycles", "cycle_length", "cooldown", "rewarmup")
 
@@ -76,9 +77,15 @@ class Recipe:
     grad_reduce_dtype: str = "float32"
     """Precision in which gradients are summed over ranks."""
     order: str = "sequential"
-    """Order of the packs: sequential, shuffle (one seeded permutation), or an .npy file."""
+    """Order of the packs: sequential, shuffle (one seeded permutation), levanter-blocks,
+    levanter-shuffle or levanter-era (Levanter's mixture with its `shuffle` false, true or a
+    number), or an .npy file."""
+    mixture_block_size: int = 2048
+    """Packs in a block of Levanter's mixture, which is shuffled block by block."""
+    era_length: int = 0
+    """Packs in an era of --order levanter-era: the number that Levanter's `shuffle` has."""
     data_seed: int = 42
-    """Seed of --order shuffle."""
+    """Seed of --order shuffle and of Levanter's orders."""
     trainer_seed: int = 0
     """Seed of torch and numpy in the trainer."""
 
@@ -111,6 +118,23 @@ class Recipe:
             _require(
                 0 <= getattr(self, name) < 2**32, name, getattr(self, name), "use 0 to 2^32 - 1"
             )
+        _require(
+            1 <= self.mixture_block_size < 2**16,
+            "mixture_block_size",
+            self.mixture_block_size,
+            "use 1 to 65535, as Levanter does",
+        )
+        _require(
+            self.era_length == 0 or 2 <= self.era_length <= MAX_ERA,
+            "era_length",
+            self.era_length,
+            "use 2 to 2^40, as Levanter does",
+        )
+        if (self.order == "levanter-era") != (self.era_length > 0):
+            raise ConfigError(
+                f"order={self.order} with era_length={self.era_length}: order=levanter-era needs "
+                "the number of Levanter's `shuffle` as era_length, and no other order takes one"
+            )
         _choice("lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.lr_schedule == "inv" and self.min_lr_ratio == 0:
             raise ConfigError("lr_schedule=inv divides by min_lr_ratio: use a min_lr_ratio above 0")
@@ -138,13 +162,14 @@ class Recipe:
 
 _OT4 = {
     "chat_template": "qwen3", "learning_rate": 2e-5, "weight_decay": 0.0, "warmup": 0.03,
-    "decay": 0.9, "max_grad_norm": 0.2, "train_batch_size": 128,
+    "decay": 0.9, "max_grad_norm": 0.2, "train_batch_size": 128, "mixture_block_size": 32768,
 }  # fmt: skip
 
 RECIPES: dict[str, Recipe] = {
     "qwen3-8b": Recipe(
         model_id="Qwen/Qwen3-8B", chat_template="qwen3", learning_rate=5e-6, weight_decay=0.01,
         warmup=0.05, decay=0.9, train_batch_size=64, num_train_steps=2000,
+        mixture_block_size=32768,
     ),
     "qwen3-4b": Recipe(model_id="Qwen/Qwen3-4B", **_OT4),  # type: ignore[arg-type]
     "qwen3-1.7b": Recipe(model_id="Qwen/Qwen3-1.7B", **_OT4),  # type: ignore[arg-type]

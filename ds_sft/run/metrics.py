@@ -1,8 +1,9 @@
 """What a run says while it runs: console, metrics.jsonl, Weights & Biases, DeepSpeed monitors.
 
 Owns the forms that people's log readers know. Invariants: only rank 0 of the world writes; a
-resumed run's metrics.jsonl reads as one run; no logger ever stops the training. Leaves the numbers
-to `engine.step`.
+resumed run's metrics.jsonl reads as one run; no logger ever stops the training. A row with `loss`
+is an optimizer step, a row with `eval/loss` an evaluation; both have a `label`. Leaves the numbers
+to `engine.step` and `engine.evaluate`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_sft.engine.evaluate import EvalResult
 from ds_sft.engine.step import StepResult
 from ds_sft.flags import RunConfig
 from ds_sft.run import manifest
@@ -70,6 +72,38 @@ class RunLog:
                 [(f"Train/{k}", row[k], completed) for k in keys if row[k] is not None]
             )
 
+    def evaluation(self, label: int, result: EvalResult) -> None:
+        """Record one evaluation of the weights after step `label`; its time is no step's."""
+        self.resume_clock()
+        if not self.is_main:
+            return
+        row = {
+            "label": label,
+            "eval/loss": finite(result.loss),
+            "eval/tokens": result.target_tokens,
+            "eval/seconds": round(result.seconds, 4),
+        }
+        self.rows.add(row)
+        self.last_line = time.monotonic()
+        print(
+            f"[eval] step-{label} loss={result.loss:.4f} over {result.target_tokens:,} tokens in "
+            f"{result.seconds:.1f} s",
+            flush=True,
+        )
+        if self.wandb is not None:
+            never_stop(lambda: self.wandb.log({k: v for k, v in row.items() if v is not None}))
+        if self.monitor.enabled and row["eval/loss"] is not None:
+            self.monitor.write_events([("Eval/loss", result.loss, label + 1)])
+
+    def has_evaluation(self, label: int) -> bool:
+        """Whether the evaluation of `label` is in metrics.jsonl: rank 0 looks, all ranks know."""
+        known: list[Any] = [None]
+        if self.is_main:
+            rows = rows_in(self.run_dir.metrics)
+            known = [any(row.get("label") == label and "eval/loss" in row for row in rows)]
+        dist.broadcast_object_list(known, src=0)
+        return bool(known[0])
+
     def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
         world = dist.get_world_size()
         row: dict[str, Any] = {
@@ -106,6 +140,12 @@ class RunLog:
         if self.is_main and time.monotonic() - self.last_line > HEARTBEAT_SECONDS and done < of:
             self.last_line = time.monotonic()
             print(f"[train] microbatch {done} of {of} in this step", flush=True)
+
+    def within_evaluation(self, done: int, of: int) -> None:
+        """A sign of life inside a long evaluation."""
+        if self.is_main and time.monotonic() - self.last_line > HEARTBEAT_SECONDS and done < of:
+            self.last_line = time.monotonic()
+            print(f"[eval] microbatch {done} of {of}", flush=True)
 
     def resume_clock(self) -> None:
         """Leave the time since the last step (saves, exports) out of the next step's."""
@@ -209,7 +249,8 @@ def start_wandb(run: RunConfig, run_dir: RunDir) -> Any:
         )
         # Our own step: W&B drops rows whose own counter goes back, as after a rewind.
         started.define_metric("label")
-        started.define_metric("train/*", step_metric="label")
+        for group in ("train/*", "eval/*"):
+            started.define_metric(group, step_metric="label")
         config = json.loads(run_dir.run_json.read_text())
         started.config.update(config, allow_val_change=True)
         return started
@@ -230,15 +271,21 @@ def keep_before(path: Path, label: int) -> None:
     """Drop the rows from `label` on, which a resumed run writes again, and a torn last line."""
     if not path.is_file():
         return
-    kept = []
+    kept = [row for row in rows_in(path) if row.get("label", label) < label]
+    write_file(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, without torn ones."""
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and row.get("label", label) < label:
-            kept.append(line + "\n")
-    write_file(path, "".join(kept))
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
 
 
 def peak_memory_gb() -> float:

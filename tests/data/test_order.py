@@ -3,7 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_sft.data.order import pack_order
+from ds_sft.data.levanter_order import LevanterOrder
+from ds_sft.data.order import pack_order, run_order
 from ds_sft.errors import ConfigError, DataError
 
 
@@ -60,5 +61,22 @@ def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use sequential, shuffle or"):
+    with pytest.raises(ConfigError, match="use sequential, shuffle, levanter-blocks"):
         pack_order("random", 4, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("order", "era_length"),
+    [("levanter-blocks", None), ("levanter-shuffle", 0), ("levanter-era", 7)],
+)
+def test_levanters_orders_hold_the_whole_run(order: str, era_length: int | None) -> None:
+    given = 7 if order == "levanter-era" else 0
+    packs = run_order(order, 20, 500, 42, block_size=64, era_length=given)
+    assert list(packs) == list(LevanterOrder(20, 500, 42, 64, era_length))
+    assert len(packs) == 500
+
+
+def test_other_orders_hold_every_pack_once() -> None:
+    for order in ("sequential", "shuffle"):
+        packs = run_order(order, 20, 500, 42, block_size=64, era_length=0)
+        assert packs == pack_order(order, 20, 42).tolist()

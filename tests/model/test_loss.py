@@ -1,8 +1,11 @@
 """The head against torch's own cross-entropy."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sft.model.loss import LossHead
 
@@ -104,3 +107,29 @@ def test_the_weight_is_used_once_whatever_the_number_of_targets():
         assert len(uses) == 1
         assert [fn for fn, _ in loss.grad_fn.next_functions if fn] != []
         assert sum("AccumulateGrad" in str(fn) for fn, _ in loss.grad_fn.next_functions) == 2
+
+
+class CountMatmuls(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_autograd_the_head_computes_the_same_loss_and_no_gradient() -> None:
+    torch.manual_seed(0)
+    head = LossHead(torch.nn.Parameter(torch.randn(17, 8)), chunk_size=4)
+    hidden, positions = torch.randn(12, 8, requires_grad=True), torch.arange(12)
+    labels = torch.randint(0, 17, (12,))
+    with CountMatmuls() as with_gradient:
+        trained = head(hidden, positions, labels)
+    with torch.no_grad(), CountMatmuls() as without:
+        evaluated = head(hidden, positions, labels)
+    assert evaluated.item() == trained.item()
+    assert not evaluated.requires_grad
+    assert (with_gradient.count, without.count) == (9, 3)

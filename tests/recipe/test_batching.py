@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sft.errors import ConfigError, DataError
-from ds_sft.recipe.batching import BatchPlan
+from ds_sft.recipe.batching import BatchPlan, EvalPlan
 from ds_sft.recipe.recipe import Recipe
 
 
@@ -73,3 +73,22 @@ def test_a_group_larger_than_the_data_set_counts_packs_again():
     plan = BatchPlan(recipe(10, 2), [2, 0], world_size=1)
     plan.check_targets(3)
     assert plan.step_tokens(0) == [6, 4]
+
+
+@given(packs=st.integers(1, 40), world=st.integers(1, 6), pdb=st.integers(1, 4))
+def test_an_evaluation_sees_every_pack_once_in_as_many_microbatches_on_every_rank(
+    packs, world, pdb
+):
+    plan = EvalPlan(num_packs=packs, world_size=world, per_device_batch=pdb)
+    micros = [list(plan.micro_batches(rank)) for rank in range(world)]
+    assert {len(m) for m in micros} == {plan.num_micro}
+    assert all(len(m.packs) == pdb and m.scale == 1.0 for rank in micros for m in rank)
+    assert sorted(p for rank in micros for m in rank for p in m.packs[: m.num_active]) == list(
+        range(packs)
+    )
+
+
+def test_ranks_without_a_pack_compute_one_that_does_not_count():
+    plan = EvalPlan(num_packs=2, world_size=3, per_device_batch=2)
+    rows = [[(m.packs, m.num_active) for m in plan.micro_batches(rank)] for rank in range(3)]
+    assert rows == [[((0, 1), 2)], [((0, 0), 0)], [((0, 0), 0)]]

@@ -29,6 +29,7 @@ def test_named_recipes_hold_the_marin_figures():
     assert all(
         (r.steps_per_checkpoint, r.steps_per_hf_export) == (20, 100) for r in RECIPES.values()
     )
+    assert all(r.mixture_block_size == 32768 for r in RECIPES.values())
     assert all(r.loss_groups == 2 and r.chat_template == "qwen3" for r in RECIPES.values())
 
 
@@ -61,6 +62,11 @@ def test_toml_keys_override_a_base_recipe():
         ({**MINIMAL, "compute_dtype": "float16"}, "compute_dtype='float16'"),
         ({**MINIMAL, "compute_dtype": "float32", "grad_reduce_dtype": "bfloat16"}, "loses"),
         ({**MINIMAL, "loss_groups": 3}, "3 loss groups: use 3 or 6"),
+        ({**MINIMAL, "mixture_block_size": 65536}, "use 1 to 65535"),
+        ({**MINIMAL, "order": "levanter-era"}, "needs the number of Levanter's `shuffle`"),
+        ({**MINIMAL, "order": "shuffle", "era_length": 5}, "no other order takes one"),
+        ({**MINIMAL, "order": "levanter-era", "era_length": -5}, "era_length=-5"),
+        ({**MINIMAL, "order": "levanter-era", "era_length": 1}, "use 2 to 2^40"),
     ],
 )  # fmt: skip
 def test_a_bad_recipe_is_refused_in_one_line(values, words):

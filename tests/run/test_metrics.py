@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ds_sft.engine.evaluate import EvalResult
 from ds_sft.engine.step import StepResult
 from ds_sft.flags import RunConfig
 from ds_sft.run import metrics
@@ -156,3 +157,67 @@ def test_a_dropped_update_is_a_row_of_plain_json(config: Any, tmp_path: Path) ->
     row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert (row["loss"], row["grad_norm"]) == (None, None)
     assert row["dropped"] == "the loss of step 0 is nan"
+
+
+def test_an_evaluation_is_a_row_of_its_own_kind_and_its_time_is_no_steps(
+    as_rank: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    clock = [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    log = RunLog(config(), 2, 0, NO_MONITOR, None)
+    clock[0] += 2.0
+    log.step(result(0))
+    for loss in (1.25, float("nan")):
+        clock[0] += 60.0
+        log.evaluation(0, EvalResult(loss=loss, target_tokens=1234, seconds=60.0))
+    clock[0] += 3.0
+    log.step(result(1))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[1] == {
+        "label": 0, "eval/loss": 1.25, "eval/tokens": 1234, "eval/seconds": 60.0,
+    }  # fmt: skip
+    assert rows[2]["eval/loss"] is None  # not finite; JSON has no word for it
+    assert [row["step_time_s"] for row in rows if "loss" in row] == [2.0, 3.0]
+    said = capsys.readouterr().out
+    assert "[eval] step-0 loss=1.2500 over 1,234 tokens in 60.0 s" in said
+    assert "[eval] step-0 loss=nan" in said
+
+
+def test_an_evaluation_reaches_wandb_and_the_monitors(as_rank: Any, config: Any) -> None:
+    logged: list[dict[str, Any]] = []
+    events: list[Any] = []
+    monitor: Any = SimpleNamespace(enabled=True, write_events=events.extend)
+    log = RunLog(config(), 2, 0, monitor, None)
+    log.wandb = SimpleNamespace(log=logged.append)
+    log.evaluation(7, EvalResult(loss=1.25, target_tokens=10, seconds=2.0))
+    assert logged == [{"label": 7, "eval/loss": 1.25, "eval/tokens": 10, "eval/seconds": 2.0}]
+    assert events == [("Eval/loss", 1.25, 8)]
+
+
+def test_rank_zero_tells_everybody_which_evaluations_are_in_the_metrics(
+    as_rank: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"label": 3, "loss": 1.0}, {"label": 3, "eval/loss": 1.0}, {"label": 4, "loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(metrics.dist, "broadcast_object_list", lambda box, src: None)
+    log = RunLog(config(), 9, 4, NO_MONITOR, None)  # the row of step 4 is written again
+    assert log.has_evaluation(3)
+    assert not log.has_evaluation(4)
+    as_rank(1)
+    monkeypatch.setattr(
+        metrics.dist, "broadcast_object_list", lambda box, src: box.__setitem__(0, True)
+    )
+    assert RunLog(config(), 9, 4, NO_MONITOR, None).has_evaluation(4)
+
+
+def test_a_long_evaluation_gives_a_sign_of_life(
+    as_rank: Any, config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    log = RunLog(config(), 2, 0, NO_MONITOR, None)
+    for done in range(1, 9):
+        clock[0] += 10.0
+        log.within_evaluation(done, 8)
+    assert "[eval] microbatch 4 of 8" in capsys.readouterr().out

@@ -1,7 +1,8 @@
 """The 12 training steps that Levanter's own Trainer did, through our launcher, loop and exports.
 
-Also the same curve for every number of ranks and packs per rank, and what bfloat16 changes. The
-limits are those of tests/golden/README.md; what a wrong number would do is in the first test.
+Also the same curve for every number of ranks and packs per rank, and what bfloat16 changes. Some
+runs evaluate on the way, which must not show in their curves. The limits are those of
+tests/golden/README.md; what a wrong number would do is in the first test.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ LABELS = (1, 2, 11)  # label 0 changes nothing, and has no export: a test of its
 
 FLOAT32_EXPORTS = {"--hf-export-dtype": "float32", "--steps-per-hf-export": 100}
 EVERY_LABEL = {**FLOAT32_EXPORTS, "--steps-per-hf-export": 1}
+# Five packs, which rows of two and two ranks do not divide, and two, too few for three ranks.
+VALIDATION = {"five": [3, 27, 9, 14, 0], "two": [5, 20]}
 ONE_GROUP = {**FLOAT32_EXPORTS, "--loss-groups": 1}
 
 
@@ -54,21 +57,24 @@ def runs(
     tight.write_text(json.dumps(TIGHT))
     pairs = {**FLOAT32_EXPORTS, "--per-device-batch": 2, "--deepspeed-config": tight}
     idle = {**FLOAT32_EXPORTS, "--allow-idle": True}
+    five, two = (harness.with_validation(tiny_data, work / name, VALIDATION[name])
+                 for name in VALIDATION)  # fmt: skip
+    evaluated, few = ({"--data": data, "--eval-every": 5} for data in (five, two))
     wanted: dict[int, dict[str, tuple[Path, dict]]] = {
         1: {
-            "1": (tiny_model, EVERY_LABEL),
+            "1": (tiny_model, {**EVERY_LABEL, **evaluated}),
             "1x2": (tiny_model, pairs),
             "one group": (tiny_model, ONE_GROUP),
             "tied 1": (tiny_tied_model, FLOAT32_EXPORTS),
         },
         2: {
             "2": (tiny_model, EVERY_LABEL),
-            "2x2": (tiny_model, pairs),
+            "2x2": (tiny_model, {**pairs, **evaluated}),
             "tied": (tiny_tied_model, FLOAT32_EXPORTS),
             "first step": (tiny_model, {**FLOAT32_EXPORTS, "--stop-after": 1}),
             "bf16": (tiny_model, {**FLOAT32_EXPORTS, "--compute-dtype": "bfloat16"}),
         },
-        3: {"3": (tiny_model, idle), "3x2": (tiny_model, {**pairs, **idle})},
+        3: {"3": (tiny_model, {**idle, **few}), "3x2": (tiny_model, {**pairs, **idle})},
     }
     results: dict[str, Result] = {}
     for world_size, by_name in wanted.items():
@@ -238,3 +244,23 @@ def test_bfloat16_stays_near_the_float32_curve_and_is_not_it(runs: dict[str, Res
 def test_idle_slots_are_said(runs: dict[str, Result]) -> None:
     assert "slots of a step idle" in runs["3x2"].text
     assert "idle" not in runs["2"].text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "data", "labels"),
+    [("1", "five", (5, 10, 11)), ("2x2", "five", (11,)), ("3", "two", (11,))],
+)
+def test_an_evaluation_is_plain_torchs_loss_for_any_split_over_ranks(
+    runs: dict[str, Result], name: str, data: str, labels: tuple[int, ...]
+) -> None:
+    run = runs[name]
+    validation = run.out.parent / data / "validation"
+    assert list(run.evaluations) == [5, 10, 11]
+    tokens = int(np.load(validation / "assistant_counts.npy").sum())
+    assert {row["eval/tokens"] for row in run.evaluations.values()} == {tokens}
+    for label in labels:
+        got = run.evaluations[label]["eval/loss"]
+        want = harness.plain_loss(run.out / f"hf/step-{label}", validation)
+        assert abs(got - want) <= SAME_LOSS
+        assert f"[eval] step-{label} loss={got:.4f} over {tokens:,} tokens" in run.text
