@@ -175,6 +175,12 @@ def _check_offload(zero: dict[str, Any], where: str | Path, world_size: int) -> 
     for name in ("offload_optimizer", "offload_param"):
         if "device" in zero.get(name, {}):
             zero[name] = {**zero[name], "device": zero[name]["device"].lower()}
+    ratio = zero.get("offload_optimizer", {}).get("ratio", 1.0)
+    if ratio < 1.0:
+        raise ConfigError(
+            f"{where}: `zero_optimization.offload_optimizer.ratio` is {ratio}: DeepSpeed keeps the "
+            "state of the rest in a second optimizer, which no checkpoint holds: drop the key"
+        )
     hpz = zero.get("zero_hpz_partition_size", 1)
     if hpz > world_size or world_size % hpz:
         raise ConfigError(
@@ -220,11 +226,6 @@ def _check_nvme(zero: dict[str, Any], where: str | Path, nvme_path: Path | None)
         raise ConfigError(
             f"{where}: `zero_optimization.offload_optimizer.buffer_count` must be at least {wanted}"
             f"{why}: {BUFFERS_OF_ADAM} for a sub-group (master, two moments, gradient)"
-        )
-    if optimizer.get("ratio", 1.0) < 1.0:
-        raise ConfigError(
-            f"{where}: `zero_optimization.offload_optimizer.ratio` is {optimizer['ratio']}, but "
-            "what is on NVMe is updated by the CPU alone: drop the key"
         )
 
 
