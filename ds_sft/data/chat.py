@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 
 # A code point that Unicode sets aside for use inside a program, so that no row contains it.
 _PLACEHOLDER = "\ufdd2"
+
+TrainOn = Literal["assistant", "last-assistant", "all"]
+Thinking = Literal["keep", "strip-history", "drop-empty"]
+OnRewrite = Literal["split", "refuse"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,9 +71,20 @@ class _Rendered:
 class ChatEncoder:
     """Renders and tokenizes conversations with one template and one tokenizer."""
 
-    def __init__(self, template: ChatTemplate, backend: Tokenizer) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        backend: Tokenizer,
+        *,
+        train_on: TrainOn = "assistant",
+        thinking: Thinking = "keep",
+        on_rewrite: OnRewrite = "split",
+    ) -> None:
         """Raises DataError for a template that cannot tell what to train."""
         self.template = template
+        self.train_on = train_on
+        self.thinking = thinking
+        self.on_rewrite = on_rewrite
         self._backend = backend
         self._bytes = token_bytes(backend)
         self._lengths = np.array([len(piece) for piece in self._bytes or []], np.int64)
@@ -87,9 +102,9 @@ class ChatEncoder:
         stop_end = content_end + len(self._stop.rstrip())
         return any(start <= content_end and stop_end <= end for start, end in spans)
 
-    def encode(self, rows: Sequence[Conversation]) -> list[Document | Rejected]:
+    def encode(self, rows: Sequence[Conversation]) -> list[list[Document] | Rejected]:
         """One result per row, in order. Many rows at once are faster than one by one."""
-        results: list[Document | Rejected | None] = [None] * len(rows)
+        results: list[list[Document] | Rejected | None] = [None] * len(rows)
         rendered: list[tuple[int, _Rendered]] = []
         for number, row in enumerate(rows):
             try:
@@ -98,7 +113,7 @@ class ChatEncoder:
                 results[number] = Rejected(reason=error.reason, detail=error.detail)
         documents = self._tokenize([item for _, item in rendered])
         for (number, _), document in zip(rendered, documents, strict=True):
-            results[number] = document
+            results[number] = document if isinstance(document, Rejected) else [document]
         return [result for result in results if result is not None]
 
     def _render(self, row: Conversation) -> _Rendered:
