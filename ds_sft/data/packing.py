@@ -9,7 +9,9 @@ An overlong document (longer than a pack) is
 - `raise`: an error of the caller, who knows its file and line;
 - `left`: cut to its first L tokens, `right`: to its last L tokens; alone in its pack either way,
   without even a document of no tokens beside it;
-- `drop`: left out, and it ends the open pack, as in the later Levanter.
+- `drop`: left out, and it ends the open pack, as in the later Levanter;
+- `split`: cut into pieces of L tokens, the last one shorter; each is a document of its own, which
+  does not see the ones before it.
 
 Left to others: the tokens themselves (`prepare` cuts and writes them).
 """
@@ -21,7 +23,7 @@ from typing import Literal
 
 from ds_sft.errors import DataError
 
-Overlong = Literal["raise", "left", "right", "drop"]
+Overlong = Literal["raise", "left", "right", "drop", "split"]
 LEVANTER_MAX_DOCS = 64
 
 
@@ -66,6 +68,23 @@ def cut(length: int, max_seq_len: int, overlong: Overlong) -> slice:
     return slice(0, 0)
 
 
+def pieces(length: int, max_seq_len: int, overlong: Overlong) -> list[slice]:
+    """The tokens of a document that are packed, as one slice per document that comes of it.
+
+    Empty for a dropped document; an overlong one under `raise` stays whole for the caller to refuse.
+    """
+    if length <= max_seq_len or overlong == "raise":
+        return [slice(0, length)]
+    if overlong == "left":
+        return [slice(0, max_seq_len)]
+    if overlong == "right":
+        return [slice(length - max_seq_len, length)]
+    if overlong == "drop":
+        return []
+    starts = range(0, length, max_seq_len)
+    return [slice(start, min(start + max_seq_len, length)) for start in starts]
+
+
 def pack_documents(
     lengths: Sequence[int],
     max_seq_len: int,
@@ -94,5 +113,5 @@ def overlong_message(what: str, length: int, max_seq_len: int) -> str:
     """The one line for a document that is too long and may not be cut."""
     return (
         f"{what} has {length} tokens, more than max_seq_len {max_seq_len}: raise --max-seq-len, or "
-        "choose --overlong left (keep its first tokens), right (its last) or drop"
+        "choose --overlong left (keep its first tokens), right (its last), split or drop"
     )

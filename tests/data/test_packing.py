@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_sft.data.packing import NextFit, cut, pack_documents
+from ds_sft.data.packing import NextFit, cut, pack_documents, pieces
 from ds_sft.errors import DataError
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "packing.json").read_text())["cases"]
@@ -112,3 +112,24 @@ def test_the_65th_document_opens_a_pack_by_default() -> None:
     fit = NextFit(max_seq_len=1000)
     starts = [index for index in range(130) if fit.starts_new_pack(1)]
     assert starts == [64, 128]
+
+
+@given(st.integers(0, 100), st.integers(1, 60))
+def test_split_keeps_every_token_in_order_in_full_pieces(length: int, size: int) -> None:
+    parts = pieces(length, size, "split")
+    document = list(range(length))
+    assert [token for part in parts for token in document[part]] == document
+    assert all(part.stop - part.start == size for part in parts[:-1])
+    assert parts[-1].stop - parts[-1].start <= size
+    assert length == 0 or parts[-1].start < parts[-1].stop
+
+
+@given(st.integers(0, 100), st.integers(1, 60))
+def test_a_document_that_fits_is_one_piece_whatever_happens_to_longer_ones(
+    length: int, size: int
+) -> None:
+    for overlong in ("left", "right", "drop", "split", "raise"):
+        if length <= size:
+            assert pieces(length, size, overlong) == [slice(0, length)]
+    assert pieces(size + 1, size, "drop") == []
+    assert pieces(size + 1, size, "raise") == [slice(0, size + 1)]
