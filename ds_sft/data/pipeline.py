@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_sft.data.chat import ChatEncoder, Document
-from ds_sft.data.packing import Overlong, cut
+from ds_sft.data.packing import Overlong, pieces
 from ds_sft.data.records import Conversation, LineReader, Rejected, parse_row
 from ds_sft.data.template import ChatTemplate
 from ds_sft.data.tokenizer import load_backend
@@ -67,26 +67,44 @@ class Chunk:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """Tokens of an accepted row that no pack takes."""
+
+    place: int
+    """Line or row number in its source."""
+    num_tokens: int
+    reason: str
+    """A slug under which such tokens are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Encoded:
-    """The documents of one chunk, in order, and the rows that are none."""
+    """The documents of one chunk, in order, and the rows that are none.
+
+    A row may be several documents, and a document cut into several pieces is as many documents.
+    """
 
     source: int
     """Index of the file."""
     num_bytes: int
     """Size of the chunk in the file, for the progress bar."""
-    lines: list[int]
-    """Line of each document."""
+    num_accepted: int
+    """Rows that were not rejected."""
+    places: list[int]
+    """Line or row number of each document."""
     full_lengths: list[int]
-    """Tokens of each document before cutting."""
+    """Tokens of each document before cutting; of a piece, the tokens of the piece."""
     kept_lengths: list[int]
-    """Tokens of each document after cutting; 0 if it is dropped."""
+    """Tokens of each document after cutting; 0 if it is dropped as overlong."""
     tokens: npt.NDArray[np.int32]
     """The kept tokens of all documents, end to end."""
     assistant_mask: npt.NDArray[np.uint8]
     """Their mask."""
+    dropped: list[Dropped]
+    """What is left out for a reason other than its length; has no place among the documents."""
     rejected: list[tuple[int, Rejected]]
-    """Line and reason of each rejected row."""
+    """Place and reason of each rejected row."""
 
 
 def build_encoder(job: Job) -> ChatEncoder:
@@ -134,50 +152,76 @@ def _chunks(readers: Sequence[LineReader]) -> Iterator[Chunk]:
 def _encode(chunk: Chunk, job: Job, encoder: ChatEncoder) -> Encoded:
     rejected: list[tuple[int, Rejected]] = []
     rows: list[Conversation] = []
-    places: list[int] = []
+    numbers: list[int] = []
     for number, line in chunk.lines:
         row = parse_row(line)
         if isinstance(row, Rejected):
             rejected.append((number, row))
         else:
             rows.append(row)
-            places.append(number)
-    lines: list[int] = []
-    full: list[int] = []
-    tokens: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
-    masks: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)]
-    for number, result in zip(places, encoder.encode(rows), strict=True):
-        document = result if isinstance(result, Rejected) else _cut(result, job)
-        if isinstance(document, Rejected):
-            rejected.append((number, document))
+            numbers.append(number)
+    cut = _Cut(job)
+    num_accepted = 0
+    for number, result in zip(numbers, encoder.encode(rows), strict=True):
+        if isinstance(result, Rejected):
+            rejected.append((number, result))
             continue
-        lines.append(number)
-        full.append(len(result.tokens) if isinstance(result, Document) else 0)
-        tokens.append(document.tokens)
-        masks.append(document.assistant_mask)
+        num_accepted += 1
+        for document in [result] if isinstance(result, Document) else result:
+            cut.add(number, document)
     return Encoded(
         source=chunk.source,
         num_bytes=chunk.num_bytes,
-        lines=lines,
-        full_lengths=full,
-        kept_lengths=[len(kept) for kept in tokens[1:]],
-        tokens=np.concatenate(tokens),
-        assistant_mask=np.concatenate(masks),
+        num_accepted=num_accepted,
+        places=cut.places,
+        full_lengths=cut.full_lengths,
+        kept_lengths=[len(kept) for kept in cut.tokens[1:]],
+        tokens=np.concatenate(cut.tokens),
+        assistant_mask=np.concatenate(cut.masks),
+        dropped=cut.dropped,
         rejected=sorted(rejected, key=lambda item: item[0]),
     )
 
 
-def _cut(document: Document, job: Job) -> Document | Rejected:
-    """Cut an overlong document; one that then has no trained token would train nothing."""
-    length = len(document.tokens)
-    if length <= job.max_seq_len or job.overlong == "raise":
-        return document
-    kept = cut(length, job.max_seq_len, job.overlong)
-    mask = document.assistant_mask[kept]
-    if len(mask) and not mask[1:].any():
-        detail = f"cut from {length} to {job.max_seq_len} tokens: raise --max-seq-len"
-        return Rejected(reason="no_trained_token", detail=detail)
-    return Document(document.tokens[kept], mask)
+class _Cut:
+    """Collects the documents of a chunk, each cut to the length of a pack."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.places: list[int] = []
+        self.full_lengths: list[int] = []
+        self.tokens: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
+        self.masks: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)]
+        self.dropped: list[Dropped] = []
+
+    def add(self, place: int, document: Document) -> None:
+        length = len(document.tokens)
+        if length <= self._job.max_seq_len or self._job.overlong == "raise":
+            self._take(place, length, document.tokens, document.assistant_mask)
+            return
+        cuts = pieces(length, self._job.max_seq_len, self._job.overlong)
+        if not cuts:
+            self._take(place, length, document.tokens[:0], document.assistant_mask[:0])
+        for piece in cuts:
+            tokens, mask = document.tokens[piece], document.assistant_mask[piece]
+            full = length if len(cuts) == 1 else len(tokens)
+            if mask[1:].any():
+                self._take(place, full, tokens, mask)
+            else:
+                dropped = Dropped(place=place, num_tokens=full, reason="no_trained_token_after_cut")
+                self.dropped.append(dropped)
+
+    def _take(
+        self,
+        place: int,
+        full: int,
+        tokens: npt.NDArray[np.int32],
+        mask: npt.NDArray[np.uint8],
+    ) -> None:
+        self.places.append(place)
+        self.full_lengths.append(full)
+        self.tokens.append(tokens)
+        self.masks.append(mask)
 
 
 # --- worker processes ---

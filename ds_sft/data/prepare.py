@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from ds_sft.data.packed import Array
 from ds_sft.data.packed_writer import PackedWriter
-from ds_sft.data.packing import LEVANTER_MAX_DOCS, NextFit, overlong_message
-from ds_sft.data.pipeline import Encoded, Job, build_encoder, encode_files
+from ds_sft.data.packing import LEVANTER_MAX_DOCS
+from ds_sft.data.packs import Packs
+from ds_sft.data.pipeline import Job, build_encoder, encode_files
 from ds_sft.data.records import LineReader
 from ds_sft.data.report import Counts, print_report, refuse_bad_input
 from ds_sft.data.template import SHIPPED, read_template
@@ -125,11 +123,11 @@ def _prepare(flags: PrepareFlags, readers: list[LineReader], writer: PackedWrite
             "the model will not learn to end its turn"
         )
     counts = Counts(flags.max_seq_len)
-    packs = _Packs(flags, writer, counts)
+    packs = Packs(writer, counts, max_docs=flags.max_docs_per_pack)
     with _progress(console, readers) as advance:
         workers = flags.workers or len(os.sched_getaffinity(0))
         for encoded in encode_files(readers, job, encoder, workers):
-            packs.add(encoded, readers[encoded.source].path)
+            packs.add(encoded, str(readers[encoded.source].path))
             advance(encoded.num_bytes)
         packs.flush()
     refuse_bad_input(counts, flags.max_rejected, ", ".join(map(str, flags.input)))
@@ -161,50 +159,6 @@ def _source(reader: LineReader) -> dict[str, Any]:
         "lines": reader.num_lines,
         "sha256": reader.sha256,
     }
-
-
-class _Packs:
-    """The open pack: documents join it in order; a full one goes to the writer."""
-
-    def __init__(self, flags: PrepareFlags, writer: PackedWriter, counts: Counts) -> None:
-        self._flags = flags
-        self._writer = writer
-        self._counts = counts
-        self._fit = NextFit(flags.max_seq_len, flags.max_docs_per_pack)
-        self._tokens: list[Array] = []
-        self._masks: list[Array] = []
-
-    def add(self, encoded: Encoded, path: Path) -> None:
-        """Place the documents of one chunk; count its rejected rows."""
-        for line, rejected in encoded.rejected:
-            self._counts.reject(f"{path}:{line}", rejected)
-        end = 0
-        for line, full, kept in zip(
-            encoded.lines, encoded.full_lengths, encoded.kept_lengths, strict=True
-        ):
-            start, end = end, end + kept
-            if kept > self._flags.max_seq_len:
-                message = overlong_message(f"{path}:{line}", full, self._flags.max_seq_len)
-                raise DataError(message)
-            self._counts.accept(full, kept)
-            if kept == 0:
-                self._fit.end_pack()
-                continue
-            if self._fit.starts_new_pack(full):
-                self.flush()
-            self._tokens.append(encoded.tokens[start:end])
-            self._masks.append(encoded.assistant_mask[start:end])
-
-    def flush(self) -> None:
-        """Write the open pack, if it holds a document."""
-        if not self._tokens:
-            return
-        mask = np.concatenate(self._masks)
-        lengths = [len(tokens) for tokens in self._tokens]
-        self._writer.add_pack(np.concatenate(self._tokens), mask, lengths)
-        self._counts.trained_tokens += int(mask.sum())
-        self._counts.packs += 1
-        self._tokens, self._masks = [], []
 
 
 @contextmanager

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ds_sft.data.records import Rejected
 from ds_sft.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ds_sft.data.pipeline import Encoded
 
 LOW_FILL = 0.8
 
@@ -34,6 +35,7 @@ class Counts:
     tokens_cut: int = 0
     dropped_documents: int = 0
     tokens_dropped: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
     rejected: dict[str, int] = field(default_factory=dict)
     first_rejected: dict[str, str] = field(default_factory=dict)
 
@@ -46,23 +48,32 @@ class Counts:
         """Share of the packs that holds documents."""
         return self.tokens / (self.packs * self.max_seq_len) if self.packs else 0.0
 
-    def reject(self, place: str, rejected: Rejected) -> None:
-        self.rows += 1
-        self.rejected[rejected.reason] = self.rejected.get(rejected.reason, 0) + 1
-        self.first_rejected.setdefault(rejected.reason, f"{place}: {rejected.detail}")
+    def add_rows(self, encoded: Encoded, name: str) -> None:
+        """Count the rows of one chunk, and what is left out of them; `accept` does the rest."""
+        self.rows += encoded.num_accepted + len(encoded.rejected)
+        for place, rejected in encoded.rejected:
+            self.rejected[rejected.reason] = self.rejected.get(rejected.reason, 0) + 1
+            example = f"{name}:{place}: {rejected.detail}"
+            self.first_rejected.setdefault(rejected.reason, example)
+        for dropped in encoded.dropped:
+            self.tokens_in += dropped.num_tokens
+            self._drop(dropped.num_tokens, dropped.reason)
 
     def accept(self, full: int, kept: int) -> None:
         """Count a document of `full` tokens of which `kept` go into a pack; 0: it is dropped."""
-        self.rows += 1
         self.tokens_in += full
         if kept == 0 < full:
-            self.dropped_documents += 1
-            self.tokens_dropped += full
+            self._drop(full, "overlong")
             return
         self.documents += 1
         self.tokens += kept
         self.tokens_cut += full - kept
         self.cut_documents += full > kept
+
+    def _drop(self, num_tokens: int, reason: str) -> None:
+        self.dropped_documents += 1
+        self.tokens_dropped += num_tokens
+        self.dropped[reason] = self.dropped.get(reason, 0) + num_tokens
 
     def reasons(self) -> list[str]:
         """Each reason with its number and first row, most frequent first."""
@@ -87,7 +98,9 @@ class Counts:
                 "dropped_documents": self.dropped_documents,
                 "tokens_dropped": self.tokens_dropped,
             },
+            "dropped_tokens": dict(sorted(self.dropped.items())),
             "rejected": dict(sorted(self.rejected.items())),
+            "first_rejected": dict(sorted(self.first_rejected.items())),
         }
 
 
@@ -98,7 +111,8 @@ def refuse_bad_input(counts: Counts, max_rejected: float, inputs: str) -> None:
         raise DataError(f"{inputs} holds no row: --input needs JSON lines with `messages`")
     if counts.documents == 0:
         dropped = f"{counts.dropped_documents} dropped as longer than {counts.max_seq_len} tokens"
-        raise DataError(f"no usable row among {counts.rows} of {inputs}: {reasons or dropped}")
+        why = reasons or dropped
+        raise DataError(f"no usable row among {counts.rows} of {inputs}: {why}")
     share = counts.num_rejected / counts.rows
     if share > max_rejected:
         raise DataError(
@@ -129,11 +143,8 @@ def print_report(console: Console, counts: Counts, flags_overlong: str) -> None:
             f"cut          {counts.cut_documents:,} documents longer than {counts.max_seq_len}, "
             f"losing {counts.tokens_cut:,} tokens (--overlong {flags_overlong})"
         )
-    if counts.dropped_documents:
-        say(
-            f"dropped      {counts.dropped_documents:,} documents longer than {counts.max_seq_len} "
-            f"with {counts.tokens_dropped:,} tokens (--overlong {flags_overlong})"
-        )
+    for reason, tokens in sorted(counts.dropped.items()):
+        say(f"dropped      {tokens:,} tokens as {reason} (--overlong {flags_overlong})")
     say(f"packs        {counts.packs:,} of {counts.max_seq_len} tokens, fill {counts.fill:.1%}")
     if counts.fill < LOW_FILL:
         say(

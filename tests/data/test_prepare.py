@@ -218,10 +218,15 @@ def test_raise_names_file_line_and_length(tmp_path: Path) -> None:
         run(tmp_path, [chat("a", "b"), chat("a", "x" * 100)], overlong="raise")
 
 
-def test_a_document_whose_answer_is_cut_away_is_rejected(tmp_path: Path) -> None:
-    rows = [chat("a", "b"), chat("a" * 100, "b")]
-    data = run(tmp_path, rows, max_rejected=0.5)
-    assert data.manifest["rejected"] == {"no_trained_token": 1}
+def test_a_document_whose_answer_is_cut_away_is_dropped_under_its_own_reason(
+    tmp_path: Path,
+) -> None:
+    data = run(tmp_path, [chat("a", "b"), chat("a" * 100, "b")])
+    long = document_length("a" * 100, "b")
+    assert data.manifest["rejected"] == {}
+    assert data.manifest["dropped_tokens"] == {"no_trained_token_after_cut": long}
+    counts = data.manifest["counts"]
+    assert counts["tokens_in"] == counts["tokens"] + counts["tokens_dropped"]
     assert data.num_packs == 1
 
 
