@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ds_sft.data.packed_writer import PackedWriter
-from ds_sft.data.packing import LEVANTER_MAX_DOCS
+from ds_sft.data.packing import LEVANTER_MAX_DOCS, Overlong, Packing
 from ds_sft.data.packs import Packs
 from ds_sft.data.pipeline import Job, build_encoder, encode_files
 from ds_sft.data.records import LineReader
@@ -48,10 +48,12 @@ class PrepareFlags:
     """Length of a pack in tokens."""
     chat_template: str = ""
     """`qwen3` (the shipped training template) or a FILE; empty: the tokenizer's own."""
-    overlong: Literal["raise", "left", "right", "drop"] = "left"
-    """Documents longer than a pack: an error, keep the first tokens, keep the last, or drop."""
-    max_docs_per_pack: int = LEVANTER_MAX_DOCS
-    """Most documents in one pack."""
+    overlong: Overlong = "left"
+    """Documents longer than a pack: an error, keep the first tokens or the last, drop, or split."""
+    packing: Packing = "next-fit"
+    """next-fit (Levanter's, in document order), best-fit (fuller packs), none (one document each)."""
+    max_docs_per_pack: int = 0
+    """Most documents in a pack of next-fit; 0: 64, as Levanter. Best-fit has no such limit."""
     max_rejected: float = 0.01
     """Largest share of rows that may be unusable, 0 to 1; above it nothing is written."""
     workers: int = 0
@@ -67,8 +69,13 @@ class PrepareFlags:
                 f"--max-seq-len {self.max_seq_len}: must be from 2 to {MAX_SEQ_LEN}",
             ),
             (
-                self.max_docs_per_pack >= 1,
-                f"--max-docs-per-pack {self.max_docs_per_pack}: must be at least 1",
+                self.max_docs_per_pack >= 0,
+                f"--max-docs-per-pack {self.max_docs_per_pack}: must be 0 (64) or more",
+            ),
+            (
+                self.packing == "next-fit" or self.max_docs_per_pack == 0,
+                f"--max-docs-per-pack {self.max_docs_per_pack} is a limit of next-fit, which "
+                f"--packing {self.packing} does not have: drop one of the two",
             ),
             (
                 0 <= self.max_rejected <= 1,
@@ -123,7 +130,8 @@ def _prepare(flags: PrepareFlags, readers: list[LineReader], writer: PackedWrite
             "the model will not learn to end its turn"
         )
     counts = Counts(flags.max_seq_len)
-    packs = Packs(writer, counts, max_docs=flags.max_docs_per_pack)
+    max_docs = flags.max_docs_per_pack or LEVANTER_MAX_DOCS
+    packs = Packs(writer, counts, packing=flags.packing, max_docs=max_docs)
     with _progress(console, readers) as advance:
         workers = flags.workers or len(os.sched_getaffinity(0))
         for encoded in encode_files(readers, job, encoder, workers):
@@ -141,12 +149,7 @@ def _prepare(flags: PrepareFlags, readers: list[LineReader], writer: PackedWrite
             "mask_from": "marks" if encoder.template.has_marks else "prefixes",
             "sources": [_source(reader) for reader in readers],
             **counts.manifest(),
-            "packing": {
-                "kind": "next-fit",
-                "max_docs_per_pack": flags.max_docs_per_pack,
-                "overlong": flags.overlong,
-                "fill": round(counts.fill, 6),
-            },
+            "packing": {**packs.manifest(), "overlong": flags.overlong},
         }
     )
     console.print(f"wrote {flags.out}", markup=False)

@@ -377,7 +377,8 @@ def test_what_is_not_there_is_named(tmp_path: Path, changes: dict, message: str)
     [
         ({"input": ()}, "names no file"),
         ({"max_seq_len": 1}, "--max-seq-len 1"),
-        ({"max_docs_per_pack": 0}, "--max-docs-per-pack 0"),
+        ({"max_docs_per_pack": -1}, "--max-docs-per-pack -1"),
+        ({"max_docs_per_pack": 8, "packing": "best-fit"}, "is a limit of next-fit"),
         ({"max_rejected": 1.5}, r"--max-rejected 1\.5"),
         ({"workers": -1}, "--workers -1"),
     ],
