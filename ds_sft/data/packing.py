@@ -67,17 +67,6 @@ class NextFit:
         self._closed = self._docs > 0
 
 
-def cut(length: int, max_seq_len: int, overlong: Overlong) -> slice:
-    """The tokens of a document that a pack takes, as a slice; empty for a dropped document."""
-    if length <= max_seq_len:
-        return slice(0, length)
-    if overlong == "left":
-        return slice(0, max_seq_len)
-    if overlong == "right":
-        return slice(length - max_seq_len, length)
-    return slice(0, 0)
-
-
 def pieces(length: int, max_seq_len: int, overlong: Overlong) -> list[slice]:
     """The tokens of a document that are packed, as one slice per document that comes of it.
 
@@ -102,7 +91,11 @@ def pack_documents(
     max_docs: int = LEVANTER_MAX_DOCS,
     overlong: Overlong = "left",
 ) -> Iterator[list[int]]:
-    """Document indices of each pack. Raises DataError for an overlong document under `raise`."""
+    """Document indices of each pack; under `split`, of pieces that are documents already.
+
+    Raises DataError for an overlong document under `raise`.
+    """
+    assert overlong != "split" or max(lengths, default=0) <= max_seq_len
     fit = NextFit(max_seq_len, max_docs)
     pack: list[int] = []
     for index, length in enumerate(lengths):

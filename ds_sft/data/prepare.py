@@ -51,7 +51,7 @@ class PrepareFlags:
     overlong: Overlong = "left"
     """Documents longer than a pack: an error, keep the first tokens or the last, drop, or split."""
     packing: Packing = "next-fit"
-    """next-fit (Levanter's, in document order), best-fit (fuller packs), none (one document each)."""
+    """next-fit (Levanter's, in document order), best-fit (fuller packs), none (a document each)."""
     max_docs_per_pack: int = 0
     """Most documents in a pack of next-fit; 0: 64, as Levanter. Best-fit has no such limit."""
     max_rejected: float = 0.01

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sft.data.packing import NextFit, best_fit, cut, pack_documents, pieces
+from ds_sft.data.packing import NextFit, best_fit, pack_documents, pieces
 from ds_sft.errors import DataError
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "packing.json").read_text())["cases"]
@@ -51,16 +51,17 @@ def test_packs_are_levanters(case: dict, overlong: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_the_tokens_kept_are_levanters(case: dict, overlong: str) -> None:
     expected = case[overlong]
-    size = case["max_seq_len"]
+    lengths, size = case["doc_lengths"], case["max_seq_len"]
     used = [
-        [len(range(*cut(case["doc_lengths"][doc], size, overlong).indices(10**9))) for doc in pack]
+        [part.stop - part.start for doc in pack for part in pieces(lengths[doc], size, overlong)]
         for pack in expected["packs"]
     ]
     assert used == expected["used_lengths"]
     for pack, example in zip(expected["packs"], expected.get("examples") or [], strict=False):
         tokens: list[int] = []
         for doc in pack:
-            tokens += case["doc_tokens"][doc][cut(case["doc_lengths"][doc], size, overlong)]
+            for part in pieces(lengths[doc], size, overlong):
+                tokens += case["doc_tokens"][doc][part]
         assert example["tokens"] == tokens + [0] * (size - len(tokens))
 
 
@@ -103,11 +104,10 @@ def test_a_pack_ends_only_when_the_next_document_cannot_join(
 @given(st.integers(0, 100), st.integers(1, 60))
 def test_left_keeps_the_first_and_right_the_last_tokens(length: int, size: int) -> None:
     document = np.arange(length)
-    left, right = document[cut(length, size, "left")], document[cut(length, size, "right")]
-    assert left.tolist() == document[:size].tolist()
-    assert right.tolist() == document[max(0, length - size) :].tolist()
-    dropped = document[cut(length, size, "drop")]
-    assert len(dropped) == (0 if length > size else length)
+    (left,), (right,) = pieces(length, size, "left"), pieces(length, size, "right")
+    assert document[left].tolist() == document[:size].tolist()
+    assert document[right].tolist() == document[max(0, length - size) :].tolist()
+    assert len(pieces(length, size, "drop")) == (length <= size)
 
 
 def test_the_65th_document_opens_a_pack_by_default() -> None:
