@@ -270,5 +270,6 @@ def show_rejected(console: Console, data: PackedDataset) -> None:
     table = Table("rows", "reason", "first", box=None, pad_edge=False)
     for reason, number in sorted(facts["rejected"].items(), key=lambda item: (-item[1], item[0])):
         table.add_row(f"{number:,}", reason, Text(str(first.get(reason, ""))))
-    # In a file or a pipe a row stays on its line.
-    console.print(table, width=None if console.is_terminal else 10_000)
+    if not console.is_terminal:
+        console.width = 10_000  # a reason stays on its line
+    console.print(table)
