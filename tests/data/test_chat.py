@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -63,9 +61,17 @@ def answer(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
-def encode(template: str, *messages: dict[str, Any], backend: Tokenizer = BACKEND) -> Any:
-    encoder = ChatEncoder(ChatTemplate(template, {}), backend)
-    return single(encoder.encode([Conversation(messages=list(messages), tools=None)])[0])
+def encode_all(
+    template: str, *messages: dict[str, Any], backend: Tokenizer = BACKEND, **choices: Any
+) -> Any:
+    encoder = ChatEncoder(ChatTemplate(template, {}), backend, **choices)
+    return encoder.encode([Conversation(messages=list(messages), tools=None)])[0]
+
+
+def encode(
+    template: str, *messages: dict[str, Any], backend: Tokenizer = BACKEND, **choices: Any
+) -> Any:
+    return single(encode_all(template, *messages, backend=backend, **choices))
 
 
 def single(result: Any) -> Any:
@@ -98,17 +104,8 @@ def test_a_conversation_without_an_assistant_is_rejected_as_levanter_does() -> N
         assert result.reason == "no_trained_token"
 
 
-def test_an_empty_think_block_in_the_last_turn_does_not_hide_the_earlier_turns() -> None:
-    result = encode(
-        REWRITING, user("a"), answer("b"), user("c"), answer("d"), user("e"), answer("f")
-    )
-    assert trained_text(result) == (
-        "b<|im_end|>\nd<|im_end|>\n<think>\n\n</think>\n\nf<|im_end|>\n"
-    )
-
-
 def test_a_turn_after_the_last_answer_is_context_only() -> None:
-    for template in (CHATML, without_marks(CHATML), REWRITING):
+    for template in (CHATML, without_marks(CHATML)):
         assert trained_text(encode(template, user("a"), answer("b"), user("c"))) == "b<|im_end|>\n"
 
 
@@ -128,36 +125,9 @@ def test_prefixes_find_another_stop_after_a_tool_call() -> None:
     ] * 2
 
 
-CONTENT = st.text(st.sampled_from("ab \n<>é中🙂|"), max_size=6)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=5), st.booleans())
-def test_prefixes_and_marks_train_the_same_text(
-    turns: list[tuple[str, str]], rewriting: bool
-) -> None:
-    marked = CHATML
-    if rewriting:
-        marked = REWRITING.replace(
-            "{{- '<|im_start|>' + m.role + '\n' }}",
-            "{{- '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}{% generation %}"
-            "{%- if loop.last %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
-            "{{- m.content + '<|im_end|>\n' }}{% endgeneration %}{%- continue %}{%- endif %}",
-        )
-    plain = REWRITING if rewriting else without_marks(CHATML)
-    chat = [turn for ask, reply in turns for turn in (user(ask), answer(reply))]
-    by_marks, by_prefixes = encode(marked, *chat), encode(plain, *chat)
-    assert by_marks.tokens.tolist() == by_prefixes.tokens.tolist()
-    assert by_marks.assistant_mask.tolist() == by_prefixes.assistant_mask.tolist()
-    expected = [reply + "<|im_end|>\n" for _, reply in turns]
-    if rewriting:
-        expected[-1] = "<think>\n\n</think>\n\n" + expected[-1]
-    assert trained_text(by_prefixes) == "".join(expected)
-
-
 def test_the_shipped_template_trains_the_spans_of_every_golden_conversation() -> None:
     template = ChatTemplate(read_template("qwen3"), {})
-    encoder = ChatEncoder(template, BACKEND)
+    encoder = ChatEncoder(template, BACKEND, on_rewrite="levanter")
     for case in RENDERS:
         row = Conversation(messages=case["messages"], tools=case["tools"])
         text, spans = template.render_marked(row.messages, row.tools)
@@ -166,7 +136,7 @@ def test_the_shipped_template_trains_the_spans_of_every_golden_conversation() ->
             assert trained_text(single(encoder.encode([row])[0])) == expected
 
 
-def test_a_template_that_rewrites_what_was_said_rejects_the_row() -> None:
+def test_a_template_whose_prompt_reads_otherwise_in_the_answer_rejects_the_row() -> None:
     forgetful = without_marks(CHATML).replace(
         "message.content + '<|im_end|>\\n'",
         "(message.content if loop.index > messages|length - 2 else '-') + '<|im_end|>\\n'",
@@ -174,15 +144,13 @@ def test_a_template_that_rewrites_what_was_said_rejects_the_row() -> None:
     assert forgetful != without_marks(CHATML)
     result = encode(forgetful, user("a"), answer("b"), user("c"), answer("d"))
     assert isinstance(result, Rejected)
-    assert result.reason == "prefix_rewritten"
+    assert result.reason == "prompt_rewritten"
 
 
-def test_two_assistant_turns_in_a_row_need_marks() -> None:
-    chat = [user("a"), answer("b"), answer("c")]
-    assert trained_text(encode(CHATML, *chat)) == "b<|im_end|>\nc<|im_end|>\n"
-    result = encode(without_marks(CHATML), *chat)
-    assert isinstance(result, Rejected)
-    assert result.reason == "consecutive_assistant_turns"
+def test_two_assistant_turns_in_a_row_are_two_answers() -> None:
+    for template in (CHATML, without_marks(CHATML)):
+        result = encode(template, user("a"), answer("b"), answer("c"))
+        assert trained_text(result) == "b<|im_end|>\nc<|im_end|>\n"
 
 
 def test_each_row_of_a_batch_keeps_its_place() -> None:
@@ -305,7 +273,8 @@ def test_a_tokenizer_that_is_not_byte_level_is_masked_by_offsets(template: str) 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages[0].content }}", "no generation prompt"),
+        ("{{ messages[1].content if messages[1] }}", "no generation prompt"),
+        ("{{ messages[0].content }}", "writes nothing of an assistant's text content"),
         (without_marks(CHATML).replace("<|im_end|>\\n", ""), "no stop token"),
         (CHATML.replace("message.role == 'assistant'", "message.role == 'bot'"), "marks nothing"),
         ("{{ raise_exception('no system') }}", "cannot render a user and an assistant turn"),
