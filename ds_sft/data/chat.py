@@ -74,7 +74,24 @@ class ChatEncoder:
     @property
     def warnings(self) -> list[str]:
         """What a person should know before training with this template, one sentence each."""
-        return self._turns.warnings
+        return [*self._turns.warnings, *self._bos_warnings()]
+
+    def _bos_warnings(self) -> list[str]:
+        """Whether a sample begins with the one BOS that the tokenizer puts before plain text."""
+        begins = self._backend.encode("", add_special_tokens=True).ids[:1]
+        if not begins:
+            return []
+        name = self._backend.id_to_token(begins[0])
+        text = self.template.render([{"role": "user", "content": "?"}], None)
+        start = self._backend.encode(text, add_special_tokens=False).ids[:2]
+        count = next((place for place, token in enumerate(start) if token != begins[0]), 2)
+        if count == 1:
+            return []
+        how = "writes no" if count == 0 else "writes more than one"
+        return [
+            f"chat template {self.template.name} {how} {name}, with which the tokenizer begins a "
+            "text: samples are as the template writes them, as at inference"
+        ]
 
     def encode(self, rows: Sequence[Conversation]) -> list[list[Document] | Rejected]:
         """The documents of each row, in order, or why it has none: all of a row's or nothing.

@@ -15,12 +15,15 @@ from ds_sft.errors import DataError
 # A code point that Unicode sets aside for use inside a program, so that no row contains it.
 PLACEHOLDER = "\ufdd2"
 
+_USER: Message = {"role": "user", "content": "?"}
+_CALL = {"id": "0", "type": "function", "function": {"name": PLACEHOLDER, "arguments": {}}}
+
 # `<|end|>`, `</s>`, `[/INST]`: what ends a turn, with the blanks after it.
 _ENDS_IN_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*\Z")
 
 
 class Probe:
-    """What a short conversation shows of a template. Raises DataError if it cannot be used."""
+    """What a template does with a user and an assistant turn."""
 
     stop: str
     """What follows the content of the last turn: stop token, newline."""
@@ -28,83 +31,107 @@ class Probe:
     """The end of it that is not written once the conversation goes on (Phi-3's end of text)."""
     no_thought: str
     """What the generation prompt ends with when thinking is off, beyond its usual end."""
-    marked_header: str
-    """The part of the generation prompt that the marks enclose; it is given all the same."""
+    marks_are_answers: bool
+    """Whether the marks begin where the generation prompt ends, with any kind of answer."""
     trains_stop: bool
     """Whether the stop is trained."""
+    max_calls: int | None
+    """Tool calls that it writes of one turn, 2 for any number; None: it says so itself."""
     warnings: list[str]
     """What a person should know of this template, one sentence each."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        chat: list[Message] = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": PLACEHOLDER},
-        ]
+    def __init__(self, template: ChatTemplate, *, any_prompt: bool = False) -> None:
+        """Raises DataError if it cannot be told what to train.
+
+        `any_prompt`: what precedes an answer need not be the generation prompt.
+        """
         self._template = template
+        self._name = f"chat template {template.name}"
+        self.warnings = []
+        chat = [_USER, {"role": "assistant", "content": PLACEHOLDER}]
         try:
             text, marks = template.render_marked(chat, None)
-            asked = template.render(chat[:1], None)
-            prompt = template.render(chat[:1], None, add_generation_prompt=True)
+            asked = template.render([_USER], None)
+            prompt = template.render([_USER], None, add_generation_prompt=True)
         except Unrenderable as error:
             raise DataError(
-                f"chat template {template.name} cannot render a user and an assistant turn "
-                f"({error.detail}): choose another --chat-template"
+                f"{self._name} cannot render a user and an assistant turn ({error.detail}): choose "
+                "another --chat-template"
             ) from None
         before, found, self.stop = text.partition(PLACEHOLDER)
         if not found:
-            self._refuse("writes nothing of an assistant's text content")
-        self.warnings = []
-        self.marked_header = ""
-        if template.has_marks:
-            self._look_at_marks(text, marks, prompt, before)
-        else:
-            self.trains_stop = True
-            self._check_prefixes(text, asked, prompt)
-        self.last_only = self._ending_of_the_last(chat, text, len(before) + 1)
-        self.no_thought = self._prompt_without_thinking(chat, prompt)
-
-    def _refuse(self, why: str) -> None:
-        raise DataError(
-            f"chat template {self._template.name} {why}: choose another --chat-template"
-        )
-
-    def _check_prefixes(self, text: str, asked: str, prompt: str) -> None:
-        name = f"chat template {self._template.name} has no {{% generation %}} marks and"
-        remedy = "put marks into it, or choose another --chat-template"
-        if not (prompt.startswith(asked) and len(prompt) > len(asked)):
-            missing = "no generation prompt"
-        elif not self.stop.strip():
-            missing = "no stop token"
-        elif not text.startswith(prompt):
-            own = prompt[_shared(prompt, text) :]
             raise DataError(
-                f"{name} its generation prompt goes on with {own!r}, as no answer that it renders "
-                f"does, so nothing could be trained as it is asked: {remedy}"
+                f"{self._name} writes nothing of an assistant's text content: choose another "
+                "--chat-template"
             )
+        if template.has_marks:
+            self._look_at_marks(text, marks, len(before) + 1)
         else:
-            return
-        raise DataError(f"{name} {missing}, so what to train cannot be told: {remedy}")
+            self._look_for_ends(asked, prompt)
+        self._compare_with_prompt(prompt, prompt[_shared(asked, prompt) :], any_prompt)
+        self.last_only = self._ending_of_the_last(chat, text, len(before) + 1)
+        self.no_thought = self._prompt_without_thinking(prompt)
+        self.max_calls = self._calls_written()
 
-    def _look_at_marks(self, text: str, marks: list[Span], prompt: str, before: str) -> None:
+    def _look_for_ends(self, asked: str, prompt: str) -> None:
+        if prompt == asked or not self.stop.strip():
+            missing = "generation prompt" if prompt == asked else "stop token"
+            raise DataError(
+                f"{self._name} has no {{% generation %}} marks and no {missing}, so what to train "
+                "cannot be told: put marks into it, or choose another --chat-template"
+            )
+        self.trains_stop = True
+
+    def _look_at_marks(self, text: str, marks: list[Span], content_end: int) -> None:
         if not marks:
             raise DataError(
-                f"chat template {self._template.name} marks nothing of an assistant turn: put the "
-                "turn's content and stop token inside {% generation %}"
+                f"{self._name} marks nothing of an assistant turn: put the turn's content and stop "
+                "token inside {% generation %}"
             )
-        given = _shared(prompt, before)
-        self.marked_header = text[marks[0][0] : given]
-        if len(prompt) > given:
-            self.warnings.append(
-                f"the generation prompt of chat template {self._template.name} goes on with "
-                f"{prompt[given:]!r} at inference, which no answer is trained to follow"
-            )
-        stop_end = len(before) + 1 + len(self.stop.rstrip())
-        inside = any(a <= len(before) + 1 and stop_end <= b for a, b in marks)
+        stop_end = content_end + len(self.stop.rstrip())
+        inside = any(start <= content_end and stop_end <= end for start, end in marks)
         self.trains_stop = inside and bool(self.stop.strip())
         if not self.trains_stop:
             self.warnings.append(
-                f"chat template {self._template.name} leaves the stop token outside its marks: "
-                "the model will not learn to end its turn"
+                f"{self._name} leaves the stop token outside its marks: the model will not learn "
+                "to end its turn"
+            )
+
+    def _compare_with_prompt(self, prompt: str, header: str, any_prompt: bool) -> None:
+        """Whether answers of any kind begin with the generation prompt."""
+        reasoned = {"reasoning_content": "?", "thinking": "?", "reasoning": "?"}
+        kinds: list[Message] = [
+            {"content": "!"},
+            {"content": "!", **reasoned},
+            {"content": "<think>\n?\n</think>\n\n!"},
+            {"content": "", "tool_calls": [_CALL]},
+        ]
+        fits: list[bool] = []
+        self.marks_are_answers = True
+        for kind in kinds:
+            try:
+                text, marks = self._template.render_marked(
+                    [_USER, {"role": "assistant", **kind}], None
+                )
+            except Unrenderable:
+                continue
+            fits.append(text.startswith(prompt))
+            self.marks_are_answers &= fits[-1] and bool(marks) and marks[0][0] >= len(prompt)
+        if any_prompt:
+            return
+        if not any(fits):
+            way_out = (
+                "add --on-rewrite levanter" if self._template.has_marks else "put marks into it"
+            )
+            raise DataError(
+                f"{self._name} ends its generation prompt with {header!r}, but no answer that it "
+                f"writes begins so, and nothing would be trained as it is asked: {way_out}, or "
+                "choose another --chat-template"
+            )
+        if not fits[0]:
+            self.warnings.append(
+                f"{self._name} ends its generation prompt with {header!r}, as an answer without "
+                "reasoning does not begin: such answers are rejected"
             )
 
     def _ending_of_the_last(self, chat: list[Message], text: str, content_end: int) -> str:
@@ -119,14 +146,24 @@ class Probe:
                 return text[end:]
         return ""
 
-    def _prompt_without_thinking(self, chat: list[Message], prompt: str) -> str:
+    def _prompt_without_thinking(self, prompt: str) -> str:
         try:
             off = self._template.render(
-                chat[:1], None, add_generation_prompt=True, enable_thinking=False
+                [_USER], None, add_generation_prompt=True, enable_thinking=False
             )
         except Unrenderable:
             return ""
         return off.removeprefix(prompt) if off.startswith(prompt) else ""
+
+    def _calls_written(self) -> int | None:
+        for number in (2, 1):
+            turn = {"role": "assistant", "content": "", "tool_calls": [_CALL] * number}
+            try:
+                text = self._template.render([_USER, turn], None)
+            except Unrenderable:
+                continue
+            return text.count(PLACEHOLDER)
+        return None
 
 
 def _shared(first: str, second: str) -> int:

@@ -95,7 +95,8 @@ class ChatTemplate:
     def render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
         """The conversation and the spans of characters that its marks enclose. Raises Unrenderable.
 
-        Spans are in order, not empty, and do not overlap; a block inside a block adds nothing.
+        Spans are in order, not empty and apart: a block inside a block adds nothing, blocks with
+        nothing between them are one.
         """
         marked = self._render(messages, tools, False)
         pieces: list[str] = []
@@ -108,7 +109,8 @@ class ChatTemplate:
             elif piece == _CLOSE:
                 depth -= 1
                 if depth == 0 and length > start:
-                    spans.append((start, length))
+                    joined = spans.pop()[0] if spans and spans[-1][1] == start else start
+                    spans.append((joined, length))
             else:
                 pieces.append(piece)
                 length += len(piece)

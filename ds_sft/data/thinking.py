@@ -2,6 +2,7 @@
 
 - `keep`: as it is in the data.
 - `strip-history`: an assistant's turn before the last one loses its reasoning.
+- `drop`: every assistant's turn loses it.
 - `drop-empty`: reasoning that is blank is no reasoning: the empty block goes from the data, and an
   empty block that the template writes all the same is given and not trained (`turns`), as when the
   model is asked with thinking off.
@@ -18,7 +19,7 @@ from typing import Literal
 
 from ds_sft.data.records import Message
 
-Thinking = Literal["keep", "strip-history", "drop-empty"]
+Thinking = Literal["keep", "strip-history", "drop-empty", "drop"]
 
 _FIELDS = ("reasoning_content", "thinking", "reasoning")
 _BLOCK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
@@ -32,7 +33,7 @@ def prepare_thinking(
         return list(messages)
     return [
         _without_reasoning(turn, blank_only=thinking == "drop-empty")
-        if turn["role"] == "assistant" and (thinking == "drop-empty" or place != last_turn)
+        if turn["role"] == "assistant" and (thinking != "strip-history" or place != last_turn)
         else turn
         for place, turn in enumerate(messages)
     ]

@@ -3,7 +3,8 @@
 Owns the rule that a model is trained on what it will be asked at inference and on nothing else. For
 the assistant's turn k of `messages`:
 
-- the prompt is `render(messages[:k], generation prompt)`: given, never trained;
+- the prompt is `render(messages[:k], generation prompt)`: given, never trained; a row whose
+  rendering does not begin with it is rejected (`prompt_rewritten`);
 - the answer is what `render(messages[:k + 1])` puts after it: content, tool calls, think block,
   stop token. With `{% generation %}` marks it is what they enclose of that; without, all of it.
 
@@ -78,12 +79,12 @@ class Turns:
         self.train_on = train_on
         self.thinking = thinking
         self.on_rewrite = on_rewrite
-        self._probe = Probe(template)
         if on_rewrite == "levanter" and not template.has_marks:
             raise DataError(
                 f"chat template {template.name} has no {{% generation %}} marks, as --on-rewrite "
                 "levanter needs: use split, or a template with marks (--chat-template qwen3)"
             )
+        self._probe = Probe(template, any_prompt=on_rewrite == "levanter")
 
     @property
     def warnings(self) -> list[str]:
@@ -106,11 +107,28 @@ class Turns:
         if left_out:
             messages = [{k: v for k, v in turn.items() if k != "train"} for turn in messages]
         if self.train_on == "all":
-            return self._all(messages, row.tools, turns, left_out)
-        if trained == turns and self._marks_are_enough(turns, len(messages)):
+            samples = self._all(messages, row.tools, turns, left_out)
+        elif trained == turns and self._marks_are_enough(turns, len(messages)):
             text, spans = self.template.render_marked(messages, row.tools)
-            return [Sample(text, self._without_given_thought(text, spans))]
-        return self._by_turn(messages, row.tools, trained)
+            samples = [Sample(text, self._without_given_thought(text, spans))]
+        else:
+            samples = self._by_turn(messages, row.tools, trained)
+        for place in trained:
+            self._check_written(messages[place], place, samples)
+        return samples
+
+    def _check_written(self, turn: Message, place: int, samples: list[Sample]) -> None:
+        """Refuse a turn of which the template leaves out the calls or the reasoning."""
+        calls, limit = len(turn.get("tool_calls", ())), self._probe.max_calls
+        if calls and limit is not None and limit < min(calls, 2):
+            detail = f"the template writes {limit} of the {calls} calls of message {place}"
+            raise Unrenderable("tool_calls_not_written", detail)
+        reasoning = turn.get("reasoning_content", "").strip()
+        if reasoning and self.on_rewrite != "levanter":
+            texts = (sample.text[a:b] for sample in samples for a, b in sample.spans)
+            if not any(reasoning in text for text in texts):
+                detail = f"of message {place}: --thinking drop leaves it out of the data"
+                raise Unrenderable("reasoning_not_written", detail)
 
     def _marks_are_enough(self, turns: list[int], num_messages: int) -> bool:
         """Whether the marks of the whole conversation are those of each turn when it was last."""
@@ -119,7 +137,7 @@ class Turns:
         if self.on_rewrite == "levanter":
             return True
         alone = turns == [num_messages - 1]
-        return (alone or self.template.appends_only) and not self._probe.marked_header
+        return (alone or self.template.appends_only) and self._probe.marks_are_answers
 
     def _by_turn(self, messages: list[Message], tools: Tools, trained: list[int]) -> list[Sample]:
         whole = self._render(messages, tools)
@@ -146,11 +164,10 @@ class Turns:
         if place < len(messages) - 1:
             whole = self._render(messages[: place + 1], tools)
         prompt = self.template.render(messages[:place], tools, add_generation_prompt=True)
-        text = whole.text
-        if text.startswith(prompt):
-            start = len(prompt)
-        else:
-            start = self._start_after_header(messages, tools, place, text)
+        text, start = whole.text, len(prompt)
+        if not text.startswith(prompt):
+            detail = f"the prompt of message {place} is not how its rendering begins"
+            raise Unrenderable("prompt_rewritten", detail)
         if whole.marks is None:
             spans = [(start, len(text))] if start < len(text) else []
         else:
@@ -161,17 +178,6 @@ class Turns:
             )
         body_end = len(text.removesuffix(self._probe.last_only))
         return _Turn(place, start, whole, self._without_given_thought(text, spans), body_end)
-
-    def _start_after_header(
-        self, messages: list[Message], tools: Tools, place: int, text: str
-    ) -> int:
-        """The start of an answer whose prompt at inference reads otherwise: marks decide there."""
-        before = self.template.render(messages[:place], tools)
-        if not (self.template.has_marks and text.startswith(before)):
-            detail = f"the prompt of message {place} is not how its rendering begins"
-            raise Unrenderable("prompt_rewritten", detail)
-        header = self._probe.marked_header
-        return len(before) + (len(header) if text.startswith(header, len(before)) else 0)
 
     def _holds(self, turn: _Turn, target: _Rendering) -> bool:
         """Whether what precedes the turn's answer, and the answer, stand unchanged in `target`."""
