@@ -35,6 +35,8 @@ from ds_sft.errors import DataError
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER_DIR = "tokenizer"
+VALIDATION_DIR = "validation"
+"""Where a data set holds its validation part, a data set of its own."""
 ARRAY_DTYPES: dict[str, npt.DTypeLike] = {
     "tokens": np.int32,
     "assistant_mask": np.uint8,

@@ -1,10 +1,11 @@
-"""Chat files -> documents, on all cores, in order, in bounded memory.
+"""Rows of sources -> documents, on all cores, in order, in bounded memory.
 
-Lines go to the workers in chunks as raw bytes; a worker parses, renders, tokenizes, masks and cuts,
+Rows go to the workers in chunks as raw bytes; a worker parses, renders, tokenizes, masks and cuts,
 and sends back flat arrays. Results come out in the order of the input whatever the number of
 workers, and at most a few chunks per worker are in flight. A worker ends when its parent is gone.
 
-Left to others: what a document is (`records`, `chat`), placing it into a pack (`prepare`).
+Left to others: what a document is (`rows`, `chat`), which rows are taken (`draws`), and placing
+documents into packs (`packs`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,11 +28,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ds_sft.data import tables
 from ds_sft.data.chat import ChatEncoder, Document
+from ds_sft.data.draws import Take
 from ds_sft.data.packing import Overlong, pieces
-from ds_sft.data.records import Conversation, LineReader, Rejected, parse_row
+from ds_sft.data.records import Conversation, Rejected
+from ds_sft.data.rows import ANY, Raw, Reading, parse_row
+from ds_sft.data.sources import TextSource
 from ds_sft.data.template import ChatTemplate
+from ds_sft.data.thinking import Thinking
 from ds_sft.data.tokenizer import load_backend
+from ds_sft.data.turns import OnRewrite, TrainOn
 from ds_sft.errors import DataError
 
 CHUNK_ROWS = 256
@@ -56,15 +64,29 @@ class Job:
     """Tokens in a pack."""
     overlong: Overlong
     """What happens to a longer document; `raise` leaves it whole for the caller to report."""
+    reading: Reading = ANY
+    """How rows are read."""
+    train_on: TrainOn = "assistant"
+    """Which turns are trained."""
+    thinking: Thinking = "keep"
+    """What becomes of reasoning."""
+    on_rewrite: OnRewrite = "split"
+    """What becomes of a conversation that the template renders otherwise as it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive lines of one file."""
+    """Consecutive rows of one source."""
 
     source: int
-    lines: list[tuple[int, bytes | None]]
+    places: list[int]
+    """Line or row number of each row."""
+    rows: list[bytes | None] | bytes
+    """JSON, row by row; or all rows of a table's batch as Arrow's bytes."""
     num_bytes: int
+
+    def raw_rows(self) -> Sequence[Raw]:
+        return tables.to_rows(self.rows) if isinstance(self.rows, bytes) else self.rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,74 +127,109 @@ class Encoded:
     """What is left out for a reason other than its length; has no place among the documents."""
     rejected: list[tuple[int, Rejected]]
     """Place and reason of each rejected row."""
+    num_tokens: int = 0
+    """Tokens of the accepted rows before anything was cut or dropped."""
+    hashes: list[tuple[int, bytes]] = field(default_factory=list)
+    """Place of each accepted row, and 16 bytes that tell rows apart: of its tokens and mask."""
+    shapes: dict[str, int] = field(default_factory=dict)
+    """Rows by the shape that they were read as."""
 
 
 def build_encoder(job: Job) -> ChatEncoder:
     """Raises DataError if the template is unusable."""
     template = ChatTemplate(job.template, job.special_tokens, job.template_name)
-    return ChatEncoder(template, load_backend(job.tokenizer_file))
+    return ChatEncoder(
+        template,
+        load_backend(job.tokenizer_file),
+        train_on=job.train_on,
+        thinking=job.thinking,
+        on_rewrite=job.on_rewrite,
+    )
 
 
 def encode_files(
-    readers: Sequence[LineReader], job: Job, encoder: ChatEncoder, num_workers: int
+    takes: Sequence[Take], job: Job, encoder: ChatEncoder, num_workers: int
 ) -> Iterator[Encoded]:
-    """Encode every line of every file, in order. Raises DataError for a file that cannot be read.
+    """Encode every row taken, in order. Raises DataError for a file that cannot be read.
 
     Short input is encoded with `encoder` in this process, whatever `num_workers` says.
     """
-    total = sum(_size(reader.path) for reader in readers)
+    total = sum(take.source.size for take in takes)
     if num_workers == 1 or total < SMALL_INPUT_BYTES:
-        for chunk in _chunks(readers):
+        for chunk in _chunks(takes):
             yield _encode(chunk, job, encoder)
         return
-    yield from _encode_in_parallel(readers, job, encoder, num_workers)
+    yield from _encode_in_parallel(takes, job, encoder, num_workers)
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+def _chunks(takes: Sequence[Take]) -> Iterator[Chunk]:
+    for number, take in enumerate(takes):
+        if isinstance(take.source, TextSource):
+            yield from _text_chunks(number, take.source, take)
+        else:
+            yield from _table_chunks(number, take.source, take)
 
 
-def _chunks(readers: Sequence[LineReader]) -> Iterator[Chunk]:
-    for source, reader in enumerate(readers):
-        lines: list[tuple[int, bytes | None]] = []
-        done = size = 0
-        for line in reader:
-            lines.append(line)
-            size += len(line[1] or b"")
-            if len(lines) == CHUNK_ROWS or size >= CHUNK_BYTES:
-                yield Chunk(source, lines, reader.num_bytes - done)
-                lines, size, done = [], 0, reader.num_bytes
-        if lines:
-            yield Chunk(source, lines, reader.num_bytes - done)
+def _text_chunks(number: int, source: TextSource, take: Take) -> Iterator[Chunk]:
+    places: list[int] = []
+    rows: list[bytes | None] = []
+    done = size = ordinal = 0
+    for ordinal, (place, row) in enumerate(source, 1):
+        if take.keep is not None and not take.takes(ordinal - 1):
+            continue
+        places.append(place)
+        rows.append(row)
+        size += len(row or b"")
+        if len(rows) == CHUNK_ROWS or size >= CHUNK_BYTES:
+            yield Chunk(number, places, rows, source.num_bytes - done)
+            places, rows, size, done = [], [], 0, source.num_bytes
+    take.check_end(ordinal)
+    if rows:
+        yield Chunk(number, places, rows, source.num_bytes - done)
+
+
+def _table_chunks(number: int, source: tables.TableSource, take: Take) -> Iterator[Chunk]:
+    start = 0
+    for batch in source.batches():
+        places = np.arange(start, start + batch.num_rows)
+        start += batch.num_rows
+        size = source.size * batch.num_rows // max(1, source.num_lines)
+        if take.keep is not None:
+            chosen = np.array([take.takes(place) for place in places.tolist()], np.bool_)
+            batch, places = tables.some(batch, chosen), places[chosen]
+        if len(places):
+            yield Chunk(number, (places + 1).tolist(), tables.to_bytes(batch), size)
+    take.check_end(start)
 
 
 def _encode(chunk: Chunk, job: Job, encoder: ChatEncoder) -> Encoded:
     rejected: list[tuple[int, Rejected]] = []
-    rows: list[Conversation] = []
+    conversations: list[Conversation] = []
     numbers: list[int] = []
-    for number, line in chunk.lines:
-        row = parse_row(line)
-        if isinstance(row, Rejected):
-            rejected.append((number, row))
+    shapes: dict[str, int] = {}
+    for number, row in zip(chunk.places, chunk.raw_rows(), strict=True):
+        parsed = parse_row(row, job.reading)
+        shapes[parsed.shape] = shapes.get(parsed.shape, 0) + 1
+        if isinstance(parsed.result, Rejected):
+            rejected.append((number, parsed.result))
         else:
-            rows.append(row)
+            conversations.append(parsed.result)
             numbers.append(number)
     cut = _Cut(job)
-    num_accepted = 0
-    for number, result in zip(numbers, encoder.encode(rows), strict=True):
+    hashes: list[tuple[int, bytes]] = []
+    num_tokens = 0
+    for number, result in zip(numbers, encoder.encode(conversations), strict=True):
         if isinstance(result, Rejected):
             rejected.append((number, result))
             continue
-        num_accepted += 1
-        for document in [result] if isinstance(result, Document) else result:
+        hashes.append((number, _hash(result)))
+        for document in result:
+            num_tokens += len(document.tokens)
             cut.add(number, document)
     return Encoded(
         source=chunk.source,
         num_bytes=chunk.num_bytes,
-        num_accepted=num_accepted,
+        num_accepted=len(hashes),
         places=cut.places,
         full_lengths=cut.full_lengths,
         kept_lengths=[len(kept) for kept in cut.tokens[1:]],
@@ -180,7 +237,20 @@ def _encode(chunk: Chunk, job: Job, encoder: ChatEncoder) -> Encoded:
         assistant_mask=np.concatenate(cut.masks),
         dropped=cut.dropped,
         rejected=sorted(rejected, key=lambda item: item[0]),
+        num_tokens=num_tokens,
+        hashes=hashes,
+        shapes=shapes,
     )
+
+
+def _hash(documents: Sequence[Document]) -> bytes:
+    """What tells one row from another: the tokens of its documents, and which are trained."""
+    digest = blake2b(digest_size=16)
+    for document in documents:
+        digest.update(len(document.tokens).to_bytes(8, "little"))
+        digest.update(document.tokens.tobytes())
+        digest.update(document.assistant_mask.tobytes())
+    return digest.digest()
 
 
 class _Cut:
@@ -262,7 +332,7 @@ def _encode_in_worker(chunk: Chunk) -> Encoded:
 
 
 def _encode_in_parallel(
-    readers: Sequence[LineReader], job: Job, encoder: ChatEncoder, num_workers: int
+    takes: Sequence[Take], job: Job, encoder: ChatEncoder, num_workers: int
 ) -> Iterator[Encoded]:
     global _worker
     _worker = (job, encoder)
@@ -270,7 +340,7 @@ def _encode_in_parallel(
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(job,))
     pending: deque[Future[Any]] = deque()
     try:
-        for chunk in _chunks(readers):
+        for chunk in _chunks(takes):
             pending.append(pool.submit(_encode_in_worker, chunk))
             if len(pending) >= CHUNKS_PER_WORKER * num_workers:
                 yield pending.popleft().result()

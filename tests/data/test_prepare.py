@@ -131,7 +131,7 @@ BAD = [
     (b'"\xff"', "not_utf8"),
     ({"messages": [{"role": "user", "content": "x"}]}, "no_assistant_turn"),
     ({"messages": 7}, "messages_not_a_list"),
-    ({"text": "x"}, "no_messages"),
+    ({"text": "x"}, "unknown_shape"),
 ]
 
 
@@ -361,7 +361,7 @@ def test_an_existing_out_is_refused_before_any_work(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"input": (Path("nowhere.jsonl"),)}, r"--input nowhere\.jsonl is not a file"),
-        ({"input": (Path("/"),)}, "--input / is not a file"),
+        ({"input": (TINY.parents[1] / "data",)}, "is not a file, and the directory holds none of"),
         ({"tokenizer": "./nowhere"}, r"--tokenizer \./nowhere is not a directory"),
         ({"chat_template": "nowhere.jinja"}, r"nowhere\.jinja: No such file"),
     ],
