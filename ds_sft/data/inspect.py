@@ -248,7 +248,7 @@ def _texts(data: PackedDataset) -> Iterator[tuple[int, bytes]]:
 
 
 def show_rejected(console: Console, data: PackedDataset) -> None:
-    """Rows that are in no pack, by reason. Raises DataError for a manifest without counts."""
+    """What is in no pack, by reason. Raises DataError for a manifest without counts."""
     from rich.table import Table
     from rich.text import Text
 
@@ -258,18 +258,26 @@ def show_rejected(console: Console, data: PackedDataset) -> None:
             f"{data.path} does not say what was rejected (the first trainer wrote it): run "
             "`ds-sft prepare` again"
         )
-    first = facts.get("first_rejected", {})
-    counts = facts["counts"]
+    counts, first = facts["counts"], facts.get("first_rejected", {})
     console.print(
-        f"{counts['rejected']:,} of {counts['rows']:,} rows rejected, "
-        f"{counts['tokens_dropped']:,} tokens dropped, {counts['tokens_cut']:,} cut off",
+        f"{counts['rejected']:,} of {counts['rows']:,} rows rejected; of "
+        f"{counts['tokens_in']:,} tokens {counts['tokens_dropped']:,} dropped and "
+        f"{counts['tokens_cut']:,} cut off",
         markup=False,
     )
-    if not facts["rejected"]:
-        return
-    table = Table("rows", "reason", "first", box=None, pad_edge=False)
-    for reason, number in sorted(facts["rejected"].items(), key=lambda item: (-item[1], item[0])):
-        table.add_row(f"{number:,}", reason, Text(str(first.get(reason, ""))))
+    rejected = Table("rows", "rejected as", "first", box=None, pad_edge=False)
+    for reason, number in _by_number(facts["rejected"]):
+        rejected.add_row(f"{number:,}", reason, Text(str(first.get(reason, ""))))
+    dropped = Table("tokens", "dropped as", box=None, pad_edge=False)
+    for reason, number in _by_number(facts.get("dropped_tokens", {})):
+        dropped.add_row(f"{number:,}", reason)
     if not console.is_terminal:
         console.width = 10_000  # a reason stays on its line
-    console.print(table)
+    for table in (rejected, dropped):
+        if table.row_count:
+            console.print(table)
+
+
+def _by_number(counted: dict[str, int]) -> list[tuple[str, int]]:
+    """Most frequent first."""
+    return sorted(counted.items(), key=lambda item: (-item[1], item[0]))

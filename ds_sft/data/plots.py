@@ -29,7 +29,7 @@ def draw(data: PackedDataset, directory: Path) -> list[Path]:
     Raises ConfigError without matplotlib or when `directory` cannot be written, DataError when
     there is nothing to draw.
     """
-    if not len(data.doc_lens):
+    if not np.any(data.doc_lens):
         raise DataError(f"{data.path} holds no document to draw: prepare more rows")
     lengths = np.asarray(data.doc_lens, np.float64)
     fill = used_tokens(data) / data.max_seq_len

@@ -69,8 +69,8 @@ def chats(tmp_path: Path) -> Path:
             ids = [backend.encode(f"{text}<|im_end|>\n").ids for text in pack]
             flat = np.array([token for document in ids for token in document])
             writer.add_pack(flat, np.ones(len(flat), np.uint8), [len(doc) for doc in ids])
-        writer.commit({"counts": {"rows": 5, "rejected": 0, "tokens_dropped": 7, "tokens_cut": 0},
-                       "rejected": {}})  # fmt: skip
+        counts = {"rows": 5, "rejected": 0, "tokens_in": 1000, "tokens_dropped": 7, "tokens_cut": 0}
+        writer.commit({"counts": counts, "rejected": {}})
     return out
 
 
@@ -146,18 +146,21 @@ def test_rejected_rows_are_listed_by_reason_most_frequent_first(
     chats: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inspect.run(InspectFlags(data=chats, rejected=True))
-    assert capsys.readouterr().out == "0 of 5 rows rejected, 7 tokens dropped, 0 cut off\n"
+    whole = "0 of 5 rows rejected; of 1,000 tokens 7 dropped and 0 cut off\n"
+    assert capsys.readouterr().out == whole
     manifest = json.loads((chats / "manifest.json").read_text())
     manifest["rejected"] = {"a_few": 2, "many": 1234}
     manifest["first_rejected"] = {"a_few": "chats.jsonl:3: [/x] " + "long " * 40, "many": "y:1: z"}
     manifest["counts"].update(rows=2000, rejected=1236)
+    manifest["dropped_tokens"] = {"overlong": 7}
     (chats / "manifest.json").write_text(json.dumps(manifest))
     inspect.run(InspectFlags(data=chats, rejected=True))
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("1,236 of 2,000 rows rejected")
     assert said[2].split() == ["1,234", "many", "y:1:", "z"]
     assert said[3].split()[:5] == ["2", "a_few", "chats.jsonl:3:", "[/x]", "long"]
-    assert len(said) == 4, "in a pipe every reason has one line"
+    assert said[5].split() == ["7", "overlong"]
+    assert len(said) == 6, "in a pipe every reason has one line"
 
 
 def test_a_data_set_that_says_nothing_of_rejected_rows_is_refused(data: Path) -> None:
