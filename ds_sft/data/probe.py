@@ -121,7 +121,7 @@ class Probe:
             return
         if not any(fits):
             way_out = (
-                "add --on-rewrite levanter" if self._template.has_marks else "put marks into it"
+                "add --history levanter" if self._template.has_marks else "correct that prompt"
             )
             raise DataError(
                 f"{self._name} ends its generation prompt with {header!r}, but no answer that it "

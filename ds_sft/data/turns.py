@@ -81,7 +81,7 @@ class Turns:
         self.on_rewrite = on_rewrite
         if on_rewrite == "levanter" and not template.has_marks:
             raise DataError(
-                f"chat template {template.name} has no {{% generation %}} marks, as --on-rewrite "
+                f"chat template {template.name} has no {{% generation %}} marks, as --history "
                 "levanter needs: use split, or a template with marks (--chat-template qwen3)"
             )
         self._probe = Probe(template, any_prompt=on_rewrite == "levanter")
