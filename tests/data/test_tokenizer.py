@@ -137,13 +137,14 @@ def test_a_named_tokenizer_lends_its_template_even_to_one_that_has_its_own(copy:
 def test_a_template_that_writes_tokens_which_the_tokenizer_lacks_is_not_borrowed(
     copy: Path,
 ) -> None:
-    edit(copy, lambda config: config["added_tokens"].pop())
-    (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    tokenizer = load_tokenizer(str(copy))
+    lender = load_tokenizer(str(copy))
+    lender.add_special_tokens({"additional_special_tokens": ["<|of the lender|>"]})
+    save_tokenizer(lender, "<|im_start|><|of the lender|>", copy)
+    tokenizer = load_tokenizer(str(TINY))
     with pytest.raises(
-        DataError, match=r"writes <\|im_start\|>, for which --tokenizer base has no"
+        DataError, match=r"writes <\|of the lender\|>, for which --tokenizer base has"
     ):
-        borrowed_template(tokenizer, "base", str(TINY))
+        borrowed_template(tokenizer, "base", str(copy))
 
 
 def test_without_a_sibling_or_a_network_the_error_names_what_was_tried(
