@@ -77,7 +77,8 @@ def from_trajectory(row: Mapping[str, Any]) -> Conversation:
 def from_flat(row: Mapping[str, Any]) -> Conversation:
     """The flat record: a system prompt, the memory, the message and the response. Raises Reject."""
     _refuse_auxiliary(row)
-    current, answer = _as_object(row.get("currentMessage")).get("content"), row["expectedResponse"]
+    current = _as_object(row.get("currentMessage")).get("content")
+    answer = row.get("expectedResponse")
     for name, value in (("currentMessage.content", current), ("expectedResponse", answer)):
         if value is None or (isinstance(value, str) and not value.strip()):
             raise Reject(f"empty_{slug(name.partition('.')[0])}", f"`{name}` is empty")

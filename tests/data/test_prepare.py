@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
 import os
 import signal
 import subprocess
@@ -13,58 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from preparing import TINY, chat, run, texts, write
 
-from ds_sft.data import pipeline, prepare
+from ds_sft.data import pipeline
 from ds_sft.data.collate import IGNORE, collate
 from ds_sft.data.packed import PackedDataset, check_hashes
-from ds_sft.data.prepare import PrepareFlags
 from ds_sft.data.tokenizer import load_backend, load_tokenizer, tokenizer_hash
 from ds_sft.errors import ConfigError, DataError
-
-TINY = Path(__file__).parents[1] / "golden" / "tiny_tokenizer"
-
-
-def chat(ask: str, reply: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": reply}]}
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    return path
-
-
-def run(tmp_path: Path, rows: list[Any], **changes: Any) -> PackedDataset:
-    out = tmp_path / "data"
-    given: dict[str, Any] = {
-        "input": (write(tmp_path / "chats.jsonl", rows),),
-        "tokenizer": str(TINY),
-        "out": out,
-        "max_seq_len": 64,
-        "workers": 1,
-    }
-    prepare.run(PrepareFlags(**{**given, **changes}))
-    return PackedDataset.open(out)
-
-
-def texts(data: PackedDataset) -> list[str]:
-    """The documents in pack order, decoded, with what is trained in brackets."""
-    backend = load_backend(TINY / "tokenizer.json")
-    found = []
-    for pack in range(data.num_packs):
-        end = 0
-        for length in data.doc_lengths(pack):
-            start, end = end, end + length
-            mask = data.assistant_mask[pack, start:end]
-            edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
-            pieces = [
-                (backend.decode(data.tokens[pack, start + a : start + b].tolist(), False), mask[a])
-                for a, b in itertools.pairwise(edges)
-            ]
-            found.append("".join(f"[{text}]" if trained else text for text, trained in pieces))
-    return found
 
 
 def test_documents_are_packed_in_order_and_their_answers_trained(tmp_path: Path) -> None:
