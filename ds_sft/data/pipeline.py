@@ -4,8 +4,8 @@ Rows go to the workers in chunks as raw bytes; a worker parses, renders, tokeniz
 and sends back flat arrays. Results come out in the order of the input whatever the number of
 workers, and at most a few chunks per worker are in flight. A worker ends when its parent is gone.
 
-Left to others: what a document is (`rows`, `chat`), which rows are taken (`draws`), and placing
-documents into packs (`packs`).
+Left to others: the chunks (`chunks`), what a document is (`rows`, `chat`), placing documents into
+packs (`packs`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_sft.data import tables
 from ds_sft.data.chat import ChatEncoder, Document
+from ds_sft.data.chunks import Chunk, chunks
 from ds_sft.data.draws import Take
 from ds_sft.data.packing import Overlong, pieces
 from ds_sft.data.records import Conversation, Rejected
-from ds_sft.data.rows import ANY, Raw, Reading, parse_row
-from ds_sft.data.sources import TextSource
+from ds_sft.data.rows import ANY, Reading, parse_row
 from ds_sft.data.template import ChatTemplate
 from ds_sft.data.thinking import Thinking
 from ds_sft.data.tokenizer import load_backend
 from ds_sft.data.turns import OnRewrite, TrainOn
 from ds_sft.errors import DataError
 
-CHUNK_ROWS = 256
-CHUNK_BYTES = 2**20
 CHUNKS_PER_WORKER = 3
 SMALL_INPUT_BYTES = 2**20
 """Below this, starting workers takes longer than the work."""
@@ -72,21 +69,6 @@ class Job:
     """What becomes of reasoning."""
     on_rewrite: OnRewrite = "split"
     """What becomes of a conversation that the template renders otherwise as it goes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive rows of one source."""
-
-    source: int
-    places: list[int]
-    """Line or row number of each row."""
-    rows: list[bytes | None] | bytes
-    """JSON, row by row; or all rows of a table's batch as Arrow's bytes."""
-    num_bytes: int
-
-    def raw_rows(self) -> Sequence[Raw]:
-        return tables.to_rows(self.rows) if isinstance(self.rows, bytes) else self.rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,50 +138,10 @@ def encode_files(
     """
     total = sum(take.source.size for take in takes)
     if num_workers == 1 or total < SMALL_INPUT_BYTES:
-        for chunk in _chunks(takes):
+        for chunk in chunks(takes):
             yield _encode(chunk, job, encoder)
         return
     yield from _encode_in_parallel(takes, job, encoder, num_workers)
-
-
-def _chunks(takes: Sequence[Take]) -> Iterator[Chunk]:
-    for number, take in enumerate(takes):
-        if isinstance(take.source, TextSource):
-            yield from _text_chunks(number, take.source, take)
-        else:
-            yield from _table_chunks(number, take.source, take)
-
-
-def _text_chunks(number: int, source: TextSource, take: Take) -> Iterator[Chunk]:
-    places: list[int] = []
-    rows: list[bytes | None] = []
-    done = size = ordinal = 0
-    for ordinal, (place, row) in enumerate(source, 1):
-        if take.keep is not None and not take.takes(ordinal - 1):
-            continue
-        places.append(place)
-        rows.append(row)
-        size += len(row or b"")
-        if len(rows) == CHUNK_ROWS or size >= CHUNK_BYTES:
-            yield Chunk(number, places, rows, source.num_bytes - done)
-            places, rows, size, done = [], [], 0, source.num_bytes
-    take.check_end(ordinal)
-    if rows:
-        yield Chunk(number, places, rows, source.num_bytes - done)
-
-
-def _table_chunks(number: int, source: tables.TableSource, take: Take) -> Iterator[Chunk]:
-    start = 0
-    for batch in source.batches():
-        places = np.arange(start, start + batch.num_rows)
-        start += batch.num_rows
-        size = source.size * batch.num_rows // max(1, source.num_lines)
-        if take.keep is not None:
-            chosen = np.array([take.takes(place) for place in places.tolist()], np.bool_)
-            batch, places = tables.some(batch, chosen), places[chosen]
-        if len(places):
-            yield Chunk(number, (places + 1).tolist(), tables.to_bytes(batch), size)
-    take.check_end(start)
 
 
 def _encode(chunk: Chunk, job: Job, encoder: ChatEncoder) -> Encoded:
@@ -340,7 +282,7 @@ def _encode_in_parallel(
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(job,))
     pending: deque[Future[Any]] = deque()
     try:
-        for chunk in _chunks(takes):
+        for chunk in chunks(takes):
             pending.append(pool.submit(_encode_in_worker, chunk))
             if len(pending) >= CHUNKS_PER_WORKER * num_workers:
                 yield pending.popleft().result()

@@ -34,7 +34,12 @@ from ds_sft.data.prepare_flags import PrepareFlags as PrepareFlags
 from ds_sft.data.report import Counts, print_report, print_statistics, refuse_bad_input
 from ds_sft.data.rows import Reading
 from ds_sft.data.template import SHIPPED, read_template
-from ds_sft.data.tokenizer import load_tokenizer, own_template, save_tokenizer, tokenizer_hash
+from ds_sft.data.tokenizer import (
+    borrowed_template,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_hash,
+)
 from ds_sft.errors import DataError
 
 if TYPE_CHECKING:
@@ -95,16 +100,19 @@ def _start(flags: PrepareFlags, tokenizer_dir: Path) -> _Run:
 
     console = Console(highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(flags.tokenizer)
-    template = (
-        read_template(flags.chat_template)
-        if flags.chat_template
-        else own_template(tokenizer, flags.tokenizer)
-    )
+    if flags.chat_template:
+        template, name, donor = read_template(flags.chat_template), flags.chat_template, ""
+    else:
+        borrowed = borrowed_template(tokenizer, flags.tokenizer, flags.chat_template_from)
+        template, donor = borrowed.template, borrowed.donor
+        name = f"of {donor}"
+        if borrowed.reason:
+            console.print(borrowed.reason, markup=False)
     save_tokenizer(tokenizer, template, tokenizer_dir)
     job = Job(
         tokenizer_file=tokenizer_dir / "tokenizer.json",
         template=template,
-        template_name=flags.chat_template or f"of {flags.tokenizer}",
+        template_name=name,
         special_tokens=tokenizer.special_tokens_map,
         max_seq_len=flags.max_seq_len,
         overlong=flags.overlong,
@@ -120,6 +128,7 @@ def _start(flags: PrepareFlags, tokenizer_dir: Path) -> _Run:
         "tokenizer": flags.tokenizer,
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "chat_template": flags.chat_template if flags.chat_template in SHIPPED else "",
+        "chat_template_from": "" if donor == flags.tokenizer else donor,
         "chat_template_sha256": encoder.template.sha256,
         "mask_from": "marks" if encoder.template.has_marks else "prefixes",
         "masks": {

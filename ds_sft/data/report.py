@@ -212,7 +212,7 @@ def print_statistics(console: Console, counts: Counts, packing: dict[str, Any]) 
     ):
         table = Table("from", "to", "number", "share", title=title, title_justify="left")
         bounds, numbers = packing[name]["bounds"], packing[name]["counts"]
-        for low, high, number in zip(bounds, bounds[1:], numbers, strict=True):
+        for low, high, number in zip(bounds, bounds[1:], numbers, strict=False):
             share = f"{number / max(1, sum(numbers)):.1%}"
             table.add_row(f"{low:,}", f"{high - 1:,}", f"{number:,}", share)
         console.print(table)

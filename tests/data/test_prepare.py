@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from preparing import TINY, chat, run, texts, write
 
-from ds_sft.data import pipeline
+from ds_sft.data import chunks, pipeline
 from ds_sft.data.collate import IGNORE, collate
 from ds_sft.data.packed import PackedDataset, check_hashes
 from ds_sft.data.tokenizer import load_backend, load_tokenizer, tokenizer_hash
@@ -226,7 +226,7 @@ def test_any_number_of_workers_writes_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, start: str
 ) -> None:
     monkeypatch.setattr(pipeline, "start_method", lambda: start)
-    monkeypatch.setattr(pipeline, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 16)
     rows = many(700)
     alone = run(tmp_path, rows, max_rejected=0.1, max_seq_len=256)
     monkeypatch.setattr(pipeline, "SMALL_INPUT_BYTES", 0)
@@ -239,7 +239,7 @@ def test_any_number_of_workers_writes_the_same_bytes(
 
 
 def command(tmp_path: Path, *more: str) -> list[str]:
-    code = "from ds_sft.data import pipeline; pipeline.SMALL_INPUT_BYTES = 0;"
+    code = "from ds_sft.data import chunks, pipeline; pipeline.SMALL_INPUT_BYTES = 0;"
     code += "import sys; from pathlib import Path; from ds_sft.data import prepare;"
     code += "a = sys.argv; prepare.run(prepare.PrepareFlags(input=(Path(a[1]),), tokenizer=a[2],"
     code += " out=Path(a[3]), max_seq_len=256, workers=2, max_rejected=0.1))"

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 from preparing import TINY, asks, chat, prepared, run, texts, write
 
-from ds_sft.data import pipeline, prepare
+from ds_sft.data import chunks, pipeline, prepare
 from ds_sft.data.packed import VALIDATION_DIR, PackedDataset
 from ds_sft.data.prepare_flags import PrepareFlags
 from ds_sft.errors import ConfigError, DataError
@@ -226,7 +226,7 @@ def test_any_number_of_workers_writes_the_same_bytes_of_mixed_inputs(
     }
     alone = prepared(tmp_path / "alone", *inputs, **given)
     monkeypatch.setattr(pipeline, "start_method", lambda: start)
-    monkeypatch.setattr(pipeline, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 16)
     monkeypatch.setattr(pipeline, "SMALL_INPUT_BYTES", 0)
     together = prepared(tmp_path / "together", *inputs, **given, workers=workers)
     assert together.num_packs > 20
@@ -280,3 +280,42 @@ def test_flags_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
     given: dict[str, Any] = {"input": (("a",),), "tokenizer": "t", "out": Path("o")}
     with pytest.raises(ConfigError, match=message):
         prepare.PrepareFlags(**{**given, **changes})
+
+
+def test_a_tokenizer_without_a_template_takes_anothers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(TINY, base)
+    (base / "chat_template.jinja").unlink()
+    given: dict[str, Any] = {"tokenizer": str(base)}
+    data = run(tmp_path, numbered(3), **given, chat_template_from=str(TINY))
+    assert texts(data) == texts(run(tmp_path, numbered(3), force=True))
+    assert data.manifest["chat_template_from"] == str(TINY)
+    assert f"chat template: that of {TINY}" in capsys.readouterr().out
+    with pytest.raises(DataError, match="has no chat template, and none of"):
+        run(tmp_path, numbered(3), **given, force=True)
+
+
+@pytest.mark.parametrize(
+    ("train_on", "trained"),
+    [("assistant", ["b", "d"]), ("last-assistant", ["d"]), ("all", ["a", "b", "c", "d"])],
+)
+def test_the_flags_of_the_mask_reach_the_workers(
+    tmp_path: Path, train_on: str, trained: list[str]
+) -> None:
+    row = {"messages": chat("a", "b")["messages"] + chat("c", "d")["messages"]}
+    data = run(tmp_path, [row], train_on=train_on)
+    (text,) = texts(data)
+    inside = "".join(piece.partition("]")[0] for piece in text.split("[")[1:])
+    words = [word for word in ("a", "b", "c", "d") if f"\n{word}<" in f"\n{inside}"]
+    assert words == trained
+    assert data.manifest["masks"]["train_on"] == train_on
+
+
+def test_a_turn_with_weight_0_is_not_trained(tmp_path: Path) -> None:
+    first, second = chat("a", "b")["messages"], chat("c", "d")["messages"]
+    row = {"messages": [first[0], {**first[1], "loss_weight": 0}, *second]}
+    (text,) = texts(run(tmp_path, [row]))
+    assert "assistant\nb<|im_end|>" in text
+    assert "[d<|im_end|>\n]" in text
