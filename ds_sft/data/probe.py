@@ -16,7 +16,8 @@ from ds_sft.errors import DataError
 PLACEHOLDER = "\ufdd2"
 
 _USER: Message = {"role": "user", "content": "?"}
-_CALL = {"id": "0", "type": "function", "function": {"name": PLACEHOLDER, "arguments": {}}}
+_FUNCTION = {"name": "f", "arguments": {}}
+_CALL = {"id": "0", "type": "function", "function": {**_FUNCTION, "name": PLACEHOLDER}}
 
 # `<|end|>`, `</s>`, `[/INST]`: what ends a turn, with the blanks after it.
 _ENDS_IN_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*\Z")
@@ -32,7 +33,8 @@ class Probe:
     no_thought: str
     """What the generation prompt ends with when thinking is off, beyond its usual end."""
     marks_are_answers: bool
-    """Whether the marks begin where the generation prompt ends, with any kind of answer."""
+    """Whether the marks begin where the generation prompt ends, with any kind of answer, and hold
+    nothing of users and tools."""
     trains_stop: bool
     """Whether the stop is trained."""
     max_calls: int | None
@@ -69,6 +71,7 @@ class Probe:
         else:
             self._look_for_ends(asked, prompt)
         self._compare_with_prompt(prompt, prompt[_shared(asked, prompt) :], any_prompt)
+        self.marks_are_answers &= not self._marks_others()
         self.last_only = self._ending_of_the_last(chat, text, len(before) + 1)
         self.no_thought = self._prompt_without_thinking(prompt)
         self.max_calls = self._calls_written()
@@ -133,6 +136,23 @@ class Probe:
                 f"{self._name} ends its generation prompt with {header!r}, as an answer without "
                 "reasoning does not begin: such answers are rejected"
             )
+
+    def _marks_others(self) -> bool:
+        asked: Message = {"role": "user", "content": PLACEHOLDER}
+        said: Message = {"role": "assistant", "content": "!"}
+        called: list[Message] = [
+            {"role": "assistant", "content": "", "tool_calls": [{**_CALL, "function": _FUNCTION}]},
+            {"role": "tool", "name": "f", "tool_call_id": "0", "content": PLACEHOLDER},
+            said,
+        ]
+        for chat in ([asked, said], [asked, said, asked, *called]):
+            try:
+                text, marks = self._template.render_marked(chat, None)
+            except Unrenderable:
+                continue
+            if any(PLACEHOLDER in text[start:end] for start, end in marks):
+                return True
+        return False
 
     def _ending_of_the_last(self, chat: list[Message], text: str, content_end: int) -> str:
         try:

@@ -20,6 +20,9 @@ from tokenizers import (
 )
 
 from ds_sft.data.chat import ChatEncoder, Document
+from ds_sft.data.collate import IGNORE, collate
+from ds_sft.data.packed import PackedDataset
+from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.data.records import Conversation, Rejected
 from ds_sft.data.template import ChatTemplate, read_template
 from ds_sft.data.tokenizer import load_backend
@@ -168,8 +171,11 @@ def test_each_row_of_a_batch_keeps_its_place() -> None:
 # --- tokenizers that merge across the edge, normalize, or are not byte-level ---
 
 
-def merging_tokenizer() -> Tokenizer:
-    """A byte-level BPE with NFC, as Qwen's, that knows the token of two newlines."""
+def merging_tokenizer(special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Tokenizer:
+    """A byte-level BPE with NFC, as Qwen's, that knows the token of two newlines.
+
+    The special tokens have the first ids.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -177,7 +183,7 @@ def merging_tokenizer() -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|im_start|>", "<|im_end|>"],
+        special_tokens=list(special),
         show_progress=False,
     )
     tokenizer.train_from_iterator(
@@ -265,6 +271,31 @@ def test_a_tokenizer_that_is_not_byte_level_is_masked_by_offsets(template: str) 
     assert trained[0] == "a"
     assert "<0xE4>" in trained
     assert "<|im_start|>" not in trained
+
+
+def test_a_stop_that_is_also_the_padding_is_trained_and_the_padding_is_not(tmp_path: Path) -> None:
+    backend = merging_tokenizer(("<|im_end|>", "<|im_start|>"))
+    assert backend.token_to_id("<|im_end|>") == 0
+    document = encode(CHATML, user("a"), answer("b"), user("c"), answer("d"), backend=backend)
+    length = len(document.tokens)
+    with PackedWriter(tmp_path / "data", max_seq_len=length + 9) as writer:
+        writer.add_pack(document.tokens, document.assistant_mask, [length])
+        writer.commit({})
+    data = PackedDataset.open(tmp_path / "data")
+    assert data.tokens[0][length:].tolist() == [0] * 9
+    targets = collate(data, [0], num_active=1).targets
+    assert (targets[: length - 1] == 0).sum() == 2
+    assert (targets[length - 1 :] == IGNORE).all()
+
+
+@pytest.mark.parametrize("backend", [sentencepiece_like(), merging_tokenizer()], ids=["sp", "bpe"])
+def test_all_leaves_out_every_token_that_touches_what_is_not_trained(backend: Tokenizer) -> None:
+    hidden = {**user("hello hello"), "train": False}
+    document = encode(CHATML, hidden, answer("a hello b"), backend=backend, train_on="all")
+    text = trained_text(document, backend)
+    assert text.count("hello") == 1
+    assert "a hello b<|im_end|>" in text
+    assert document.assistant_mask[0] == 0
 
 
 # --- templates that cannot tell what to train ---

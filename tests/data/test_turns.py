@@ -265,6 +265,16 @@ def test_marks_round_the_header_do_not_train_what_is_asked() -> None:
     ]
 
 
+def test_marks_round_tool_results_and_users_train_neither() -> None:
+    everything = (
+        "{%- for m in messages %}<|{{ m.role }}|>{% generation %}"
+        "{{- m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|end|>"
+        "{% endgeneration %}{%- endfor %}{%- if add_generation_prompt %}<|assistant|>{%- endif %}"
+    )
+    messages = [user("q"), answer("", tool_calls=calls()), result(), answer("done")]
+    assert trained(everything, messages) == [["look_up<|end|>", "done<|end|>"]]
+
+
 # --- any conversation ---
 
 PIECES = [
