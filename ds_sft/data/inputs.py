@@ -52,7 +52,13 @@ class Tables:
 
 def open_inputs(given: Collection[str], how: Tables, flag: str = "--input") -> list[Input]:
     """The sources that the words name. Raises DataError or ConfigError."""
-    return [_open_input(text, how, flag) for text in given]
+    found = []
+    for text in given:
+        try:
+            found.append(_open_input(text, how, flag))
+        except OSError as error:
+            raise DataError(f"{flag} {text} cannot be read: {error.strerror}") from None
+    return found
 
 
 def _open_input(text: str, how: Tables, flag: str) -> Input:

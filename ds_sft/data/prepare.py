@@ -56,10 +56,9 @@ def run(flags: PrepareFlags) -> None:
         with PackedWriter(flags.out, flags.max_seq_len, replace=flags.force) as writer:
             _prepare(flags, writer, writer.partial)
     except OSError as error:
-        where = error.filename or flags.out
-        raise DataError(
-            f"--out {flags.out} cannot be written ({where}: {error.strerror})"
-        ) from None
+        what = "temporary files" if flags.stats_only else f"--out {flags.out}"
+        where = error.filename or what
+        raise DataError(f"{what} cannot be written ({where}: {error.strerror})") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,7 +137,7 @@ def _load_dataset(where: str, split: str, subset: str) -> Any:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"--input {where} cannot be loaded as a data set ({type(error).__name__}: {reason}): "
-            "check the name, --split and --subset"
+            "check the name (no such file is here), --split and --subset"
         ) from None
     if isinstance(found, datasets.DatasetDict):
         if split not in found:

@@ -89,3 +89,8 @@ def test_a_packed_data_set_is_no_input(tmp_path: Path) -> None:
     (tmp_path / "pack_offsets.npy").write_bytes(b"")
     with pytest.raises(DataError, match="is a packed data set already"):
         opened(str(tmp_path))
+
+
+def test_a_path_that_cannot_be_looked_at_is_one_line() -> None:
+    with pytest.raises(DataError, match=r"--input x+ cannot be read: File name too long"):
+        opened("x" * 5000)
