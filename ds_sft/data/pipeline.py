@@ -136,7 +136,7 @@ def encode_files(
 
     Short input is encoded with `encoder` in this process, whatever `num_workers` says.
     """
-    total = sum(take.source.size for take in takes)
+    total = sum(take.source.text_size for take in takes)
     if num_workers == 1 or total < SMALL_INPUT_BYTES:
         for chunk in chunks(takes):
             yield _encode(chunk, job, encoder)

@@ -17,7 +17,7 @@ from typing import Any
 from ds_sft.data.packed import file_sha256
 from ds_sft.data.records import Reject, Rejected, strict_json
 from ds_sft.data.shapes import KEYS
-from ds_sft.data.sources import printable
+from ds_sft.data.sources import USUAL_RATIO, printable
 from ds_sft.errors import DataError
 
 BATCH_ROWS = 256
@@ -38,6 +38,7 @@ class ParquetSource:
             self.num_lines = int(file.metadata.num_rows)
             file.close()
         self.size = path.stat().st_size
+        self.text_size = self.size * USUAL_RATIO
 
     def batches(self) -> Iterator[Any]:
         """Record batches of at most BATCH_ROWS rows. Raises DataError with the row group."""
@@ -101,7 +102,8 @@ class DatasetSource:
         self._data = _load_dataset(where, split, subset)
         self._split = split
         self._columns = columns
-        self.num_lines = self.size = len(self._data)
+        self.num_lines = len(self._data)
+        self.size = self.text_size = int(self._data.data.nbytes)
 
     def batches(self) -> Iterator[Any]:
         """Record batches of at most BATCH_ROWS rows."""
