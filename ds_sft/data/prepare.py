@@ -25,7 +25,7 @@ from ds_sft.data.chat import ChatEncoder
 from ds_sft.data.draws import Draw, Take, plan
 from ds_sft.data.duplicates import Duplicates
 from ds_sft.data.inputs import Tables, open_inputs
-from ds_sft.data.packed import TOKENIZER_DIR, VALIDATION_DIR
+from ds_sft.data.packed import MANIFEST, TOKENIZER_DIR, VALIDATION_DIR, file_sha256
 from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.data.packing import LEVANTER_MAX_DOCS
 from ds_sft.data.packs import Packs
@@ -88,6 +88,9 @@ def _prepare(flags: PrepareFlags, writer: PackedWriter | None, work: Path) -> No
     more: dict[str, Any] = {}
     if validation:  # first, so that --drop-duplicates takes its rows out of the training part
         more["validation"] = _validation_part(run, validation, writer)
+        if writer is not None:
+            held = writer.partial / VALIDATION_DIR / MANIFEST
+            more["validation_sha256"] = file_sha256(held)
     _part(run, train, writer, ", ".join(flags.inputs), more)
     if flags.out is not None and writer is not None:
         run.console.print(f"wrote {flags.out}", markup=False)
@@ -176,7 +179,7 @@ def _part(
             counts.duplicates += duplicates
             packs.add(encoded, take.source.name)
             advance(encoded.num_bytes)
-        refuse_bad_input(counts, flags.max_rejected, what)
+        refuse_bad_input(counts, flags.max_rejected, what, run.job.template_name)
         packs.flush()
     counts.check()
     packing = {**packs.manifest(), "overlong": flags.overlong}

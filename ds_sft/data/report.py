@@ -139,12 +139,15 @@ def _by_number(counted: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(counted.items(), key=lambda item: (-item[1], item[0]))
 
 
-def refuse_bad_input(counts: Counts, max_rejected: float, inputs: str) -> None:
-    """Raise DataError if nothing can be trained on, or too many rows cannot."""
+def refuse_bad_input(counts: Counts, max_rejected: float, inputs: str, template: str) -> None:
+    """Raise DataError if nothing can be trained on, or too many rows cannot.
+
+    `inputs` and `template` are their names, for the message.
+    """
     if counts.rows == 0:
         raise DataError(f"{inputs} holds no row: --input needs chats, an object a line or a row")
     if counts.documents == 0:
-        _refuse_all(counts, inputs)
+        _refuse_all(counts, inputs, template)
     faults = counts.num_rejected - sum(counts.rejected.get(reason, 0) for reason in ON_PURPOSE)
     share = faults / counts.rows
     if share > max_rejected:
@@ -155,10 +158,12 @@ def refuse_bad_input(counts: Counts, max_rejected: float, inputs: str) -> None:
         )
 
 
-def _refuse_all(counts: Counts, inputs: str) -> None:
+def _refuse_all(counts: Counts, inputs: str, template: str) -> None:
     """Say why no row can be used: the rejected, the dropped, and the shapes if these are why."""
     why = counts.reasons()
     why += [f"{tokens} tokens dropped as {reason}" for reason, tokens in counts.dropped.items()]
+    if "template_error" in counts.rejected:
+        why.append(f"the chat template is {template}")
     shapes = ""
     if counts.shapes.get(UNKNOWN, 0) + counts.shapes.get(UNREADABLE, 0):
         shapes = f"; shapes seen: {counts.shapes_seen()}; accepted: {', '.join(READERS)}"

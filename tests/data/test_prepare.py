@@ -121,7 +121,10 @@ def test_no_usable_row_is_an_error_even_if_all_may_be_rejected(tmp_path: Path) -
     refuse = "{% if messages|length > 2 %}{{ raise_exception('too long a talk') }}{% endif %}"
     template.write_text(refuse + text)
     row = {"messages": chat("a", "b")["messages"] * 2}
-    with pytest.raises(DataError, match=r"no usable row among 1 of .*too long a talk"):
+    with pytest.raises(
+        DataError,
+        match=r"no usable row among 1 of .*too long a talk.*the chat template is .*narrow",
+    ):
         run(tmp_path, [row], max_rejected=1.0, chat_template=str(template))
 
 

@@ -130,6 +130,7 @@ def test_a_fraction_becomes_a_data_set_of_its_own_inside(tmp_path: Path) -> None
     assert len(asks(part)) == 8
     assert sorted(asks(part) + asks(data)) == sorted(f"a{place}" for place in range(40))
     assert data.manifest["validation"] == part.manifest["counts"]
+    assert data.manifest["validation_sha256"] == part.manifest_sha256
     assert data.manifest["counts"]["rows"] == 32
     assert part.manifest["tokenizer_hash"] == data.manifest["tokenizer_hash"]
     assert part.tokenizer_dir is not None
