@@ -13,7 +13,7 @@ Left to others: reading rows (`records`), cutting and packing (`prepare`, `packi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -29,6 +29,9 @@ from ds_sft.data.turns import OnRewrite, Sample, TrainOn, Turns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+BATCH_BYTES = 4 * 2**20
+"""Text that the tokenizer gets at a time: what it gives back takes fifty times the memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,16 +121,17 @@ class ChatEncoder:
         if self._bytes is None:
             return [self._tokenize_by_offsets(row.sample) for row in rows]
         table = self._bytes
-        encodings = self._backend.encode_batch_fast(
-            [row.sample.text for row in rows], add_special_tokens=False
-        )
         results: list[Document | Rejected] = []
-        for row, encoding in zip(rows, encodings, strict=True):
-            ids = encoding.ids
-            if b"".join([table[number] for number in ids]) == row.data:
-                results.append(self._mask_by_bytes(row, np.array(ids, np.int32)))
-            else:
-                results.append(self._tokenize_by_offsets(row.sample))
+        for batch in _batches(rows):
+            encodings = self._backend.encode_batch_fast(
+                [row.sample.text for row in batch], add_special_tokens=False
+            )
+            for row, encoding in zip(batch, encodings, strict=True):
+                ids = encoding.ids
+                if b"".join([table[number] for number in ids]) == row.data:
+                    results.append(self._mask_by_bytes(row, np.array(ids, np.int32)))
+                else:
+                    results.append(self._tokenize_by_offsets(row.sample))
         return results
 
     def _mask_by_bytes(self, row: _Row, tokens: npt.NDArray[np.int32]) -> Document | Rejected:
@@ -177,6 +181,20 @@ class ChatEncoder:
         again = self._backend.encode(span, add_special_tokens=False).ids
         own = self._decode(np.array(again, np.int32))
         return (span, own) if self._bytes is not None else (span, own, " " + own)
+
+
+def _batches(rows: list[_Row]) -> Iterator[list[_Row]]:
+    """The rows in pieces: a conversation of many turns may become a hundred times its size."""
+    batch: list[_Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += len(row.data)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _as_bytes(sample: Sample) -> _Row:

@@ -19,6 +19,7 @@ from tokenizers import (
     trainers,
 )
 
+from ds_sft.data import chat
 from ds_sft.data.chat import ChatEncoder, Document
 from ds_sft.data.collate import IGNORE, collate
 from ds_sft.data.packed import PackedDataset
@@ -156,7 +157,11 @@ def test_two_assistant_turns_in_a_row_are_two_answers() -> None:
         assert trained_text(result) == "b<|im_end|>\nc<|im_end|>\n"
 
 
-def test_each_row_of_a_batch_keeps_its_place() -> None:
+@pytest.mark.parametrize("batch_bytes", [1, chat.BATCH_BYTES])
+def test_each_row_of_a_batch_keeps_its_place(
+    batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "BATCH_BYTES", batch_bytes)
     encoder = ChatEncoder(ChatTemplate(CHATML, {}), BACKEND)
     good = Conversation(messages=[user("a"), answer("b")], tools=None)
     empty = Conversation(messages=[user("a")], tools=None)
