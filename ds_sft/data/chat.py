@@ -70,11 +70,6 @@ class ChatEncoder:
         self._lengths = np.array([len(piece) for piece in self._bytes or []], np.int64)
 
     @property
-    def trains_stop(self) -> bool:
-        """Whether the text after an assistant's content, up to its stop token, is trained."""
-        return self._turns.trains_stop
-
-    @property
     def warnings(self) -> list[str]:
         """What a person should know before training with this template, one sentence each."""
         return [*self._turns.warnings, *self._bos_warnings()]

@@ -35,8 +35,6 @@ class Probe:
     marks_are_answers: bool
     """Whether the marks begin where the generation prompt ends, with any kind of answer, and hold
     nothing of users and tools."""
-    trains_stop: bool
-    """Whether the stop is trained."""
     max_calls: int | None
     """Tool calls that it writes of one turn, 2 for any number; None: it says so itself."""
     warnings: list[str]
@@ -83,7 +81,6 @@ class Probe:
                 f"{self._name} has no {{% generation %}} marks and no {missing}, so what to train "
                 "cannot be told: put marks into it, or choose another --chat-template"
             )
-        self.trains_stop = True
 
     def _look_at_marks(self, text: str, marks: list[Span], content_end: int) -> None:
         if not marks:
@@ -93,8 +90,7 @@ class Probe:
             )
         stop_end = content_end + len(self.stop.rstrip())
         inside = any(start <= content_end and stop_end <= end for start, end in marks)
-        self.trains_stop = inside and bool(self.stop.strip())
-        if not self.trains_stop:
+        if not (inside and self.stop.strip()):
             self.warnings.append(
                 f"{self._name} leaves the stop token outside its marks: the model will not learn "
                 "to end its turn"

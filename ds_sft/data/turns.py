@@ -90,10 +90,6 @@ class Turns:
     def warnings(self) -> list[str]:
         return self._probe.warnings
 
-    @property
-    def trains_stop(self) -> bool:
-        return self._probe.trains_stop
-
     def samples(self, row: Conversation) -> list[Sample]:
         """At least one sample, shortest first. Raises Unrenderable."""
         turns = [place for place, turn in enumerate(row.messages) if turn["role"] == "assistant"]

@@ -35,13 +35,6 @@ RENDERS = json.loads((GOLDEN / "qwen3_renders.json").read_text())["cases"]
 BACKEND = load_backend(GOLDEN / "tiny_tokenizer" / "tokenizer.json")
 
 CHATML = CHAT_MASK["template"]
-# As the stock Qwen3 template does: an empty think block, into the last assistant turn only.
-REWRITING = (
-    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
-    "{%- if m.role == 'assistant' and loop.last %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
-    "{{- m.content + '<|im_end|>\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
 # As Llama 3.1 does: content is trimmed, a turn with a tool call ends in another stop.
 TWO_STOPS = (
     "{%- for m in messages %}<|im_start|>{{ m.role }}:{% if m.tool_calls %}"
@@ -321,14 +314,14 @@ def test_a_template_that_cannot_tell_what_to_train_is_refused(template: str, mes
         ChatEncoder(ChatTemplate(template, {}, "x.jinja"), BACKEND)
 
 
-def test_whether_the_stop_is_trained_is_known() -> None:
+def test_a_stop_outside_the_marks_is_told() -> None:
     outside = CHATML.replace(
         "message.content + '<|im_end|>\\n' }}{% endgeneration %}",
         "message.content }}{% endgeneration %}{{- '<|im_end|>\\n' }}",
         1,
     )
     assert outside != CHATML
-    assert ChatEncoder(ChatTemplate(CHATML, {}), BACKEND).trains_stop
-    assert ChatEncoder(ChatTemplate(read_template("qwen3"), {}), BACKEND).trains_stop
-    assert ChatEncoder(ChatTemplate(REWRITING, {}), BACKEND).trains_stop
-    assert not ChatEncoder(ChatTemplate(outside, {}), BACKEND).trains_stop
+    for template in (CHATML, read_template("qwen3"), without_marks(CHATML)):
+        assert ChatEncoder(ChatTemplate(template, {}), BACKEND).warnings == []
+    [warning] = ChatEncoder(ChatTemplate(outside, {}, "x.jinja"), BACKEND).warnings
+    assert warning.startswith("chat template x.jinja leaves the stop token outside its marks")
