@@ -19,19 +19,27 @@ import json
 import math
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_sft.data.template import ChatTemplate, read_template
 from ds_sft.data.tokenizer import load_backend, load_tokenizer, own_template
 
 SAMPLE_ROWS = 2_000
 SECONDS_BETWEEN = 0.25
+
+
+class Speed(NamedTuple):
+    tokens: int
+    seconds: float
+    processor_seconds: float
+    """Of all processes and threads together."""
 
 
 def main() -> None:
@@ -55,9 +63,9 @@ def main() -> None:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
             for packing in args.packing:
                 before = encode_batch_speed(args, pairs)
-                facts, seconds, memory = prepare(args, chats, packing, Path(work, "data"))
+                mine, fill, memory = prepare(args, chats, packing, Path(work, "data"))
                 after = encode_batch_speed(args, pairs)
-                report(number, packing, facts, seconds, memory, (before + after) / 2)
+                report(f"{number:,} rows {packing:<9}", mine, fill, memory, [before, after])
             chats.unlink()
 
 
@@ -81,8 +89,8 @@ def rows(pairs: list[list[dict[str, Any]]], median: float) -> Iterator[dict[str,
         yield {"messages": [turn for _ in range(number) for turn in draw.choice(pairs)]}
 
 
-def encode_batch_speed(args: argparse.Namespace, pairs: list[list[dict[str, Any]]]) -> float:
-    """Tokens per second of the tokenizer alone, on all cores."""
+def encode_batch_speed(args: argparse.Namespace, pairs: list[list[dict[str, Any]]]) -> Speed:
+    """The tokenizer alone, on all cores."""
     tokenizer = load_tokenizer(args.tokenizer)
     text = (
         read_template(args.template) if args.template else own_template(tokenizer, args.tokenizer)
@@ -91,33 +99,40 @@ def encode_batch_speed(args: argparse.Namespace, pairs: list[list[dict[str, Any]
     sample = itertools.islice(rows(pairs, args.turns), SAMPLE_ROWS)
     texts = [template.render(row["messages"], None) for row in sample]
     backend = load_backend(Path(args.tokenizer, "tokenizer.json"))
-    started = time.monotonic()
+    started, used = time.monotonic(), time.process_time()
     tokens = sum(
         len(encoding)
         for start in range(0, len(texts), 500)
         for encoding in backend.encode_batch(texts[start : start + 500], add_special_tokens=False)
     )
-    return tokens / (time.monotonic() - started)
+    return Speed(tokens, time.monotonic() - started, time.process_time() - used)
 
 
 def prepare(
     args: argparse.Namespace, chats: Path, packing: str, out: Path
-) -> tuple[dict[str, Any], float, list[float]]:
-    """The manifest, the seconds, and the memory in MB at each look."""
+) -> tuple[Speed, float, list[float]]:
+    """Speed, fill, and the memory in MB at each look."""
     command = [sys.executable, "-m", "ds_sft", "prepare", "--input", str(chats), "--force"]
     command += ["--tokenizer", args.tokenizer, "--out", str(out), "--packing", packing]
     command += ["--max-seq-len", str(args.length), "--workers", str(args.workers)]
-    command += ["--chat-template", args.template] if args.template else []
-    started = time.monotonic()
+    if args.template:  # one sample a row, as the rendered texts are
+        command += ["--chat-template", args.template, "--history", "levanter"]
+    started, used = time.monotonic(), children_seconds()
     memory = []
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             memory.append(resident_mb(process.pid))
             time.sleep(SECONDS_BETWEEN)
-    seconds = time.monotonic() - started
+    seconds, used = time.monotonic() - started, children_seconds() - used
     if process.returncode:
         raise SystemExit(f"error: prepare ended with {process.returncode}")
-    return json.loads((out / "manifest.json").read_bytes()), seconds, memory
+    facts = json.loads((out / "manifest.json").read_bytes())
+    return Speed(facts["counts"]["tokens"], seconds, used), facts["packing"]["fill"], memory
+
+
+def children_seconds() -> float:
+    """Processor time of all descendants that have ended."""
+    return sum(os.times()[2:4])
 
 
 def resident_mb(pid: int) -> float:
@@ -131,21 +146,18 @@ def resident_mb(pid: int) -> float:
     return int(own) / 1024 + sum(resident_mb(int(child)) for child in children)
 
 
-def report(
-    number: int,
-    packing: str,
-    facts: dict[str, Any],
-    seconds: float,
-    memory: list[float],
-    alone: float,
-) -> None:
-    tokens = facts["counts"]["tokens"]
-    speed = tokens / seconds
+def report(what: str, mine: Speed, fill: float, memory: list[float], alone: list[Speed]) -> None:
+    clock, processors = (
+        statistics.mean(getattr(speed, unit) / speed.tokens for speed in alone)
+        * mine.tokens
+        / getattr(mine, unit)
+        for unit in ("seconds", "processor_seconds")
+    )
     tenths = [memory[len(memory) * place // 10] for place in range(10)]
     print(
-        f"{number:,} rows {packing:<9} {tokens:,} tokens, fill {facts['packing']['fill']:.2%}: "
-        f"{seconds:.1f} s, {speed:,.0f} tok/s, encode_batch {alone:,.0f} tok/s, "
-        f"ratio {speed / alone:.2f}\n"
+        f"{what} {mine.tokens:,} tokens, fill {fill:.2%}: {mine.seconds:.1f} s, "
+        f"{mine.processor_seconds:.1f} s of processors, {mine.tokens / mine.seconds:,.0f} tok/s; "
+        f"encode_batch = 1: {clock:.2f} by the clock, {processors:.2f} by processors\n"
         f"    peak {max(memory):,.0f} MB; at each tenth of the time: "
         + " ".join(f"{mb:,.0f}" for mb in tenths),
         flush=True,
