@@ -71,7 +71,7 @@ class _Run:
     encoder: ChatEncoder
     duplicates: Duplicates
     facts: dict[str, Any]
-    """What the manifests of both parts say of tokenizer and template."""
+    """What the manifests of both parts say of the tokenizer, the template and the flags."""
 
 
 def _prepare(flags: PrepareFlags, writer: PackedWriter | None, work: Path) -> None:
@@ -126,9 +126,23 @@ def _start(flags: PrepareFlags, tokenizer_dir: Path) -> _Run:
     encoder = build_encoder(job)
     for warning in encoder.warnings:
         console.print(f"warning: {warning}", markup=False)
-    facts = {
+    return _Run(
+        flags=flags,
+        console=console,
+        job=job,
+        encoder=encoder,
+        duplicates=Duplicates(drop=flags.drop_duplicates),
+        facts=_facts(flags, tokenizer_hash(tokenizer), encoder, donor),
+    )
+
+
+def _facts(
+    flags: PrepareFlags, hash_of_tokenizer: str, encoder: ChatEncoder, donor: str
+) -> dict[str, Any]:
+    """What both manifests say of the tokenizer, the template and the flags."""
+    return {
         "tokenizer": flags.tokenizer,
-        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "tokenizer_hash": hash_of_tokenizer,
         "chat_template": flags.chat_template if flags.chat_template in SHIPPED else "",
         "chat_template_from": "" if donor == flags.tokenizer else donor,
         "chat_template_sha256": encoder.template.sha256,
@@ -138,15 +152,16 @@ def _start(flags: PrepareFlags, tokenizer_dir: Path) -> _Run:
             "thinking": flags.thinking,
             "history": flags.history,
         },
+        "reading": {
+            "format": flags.format,
+            "columns": flags.columns,
+            "max_chars": flags.max_chars,
+            "drop_duplicates": flags.drop_duplicates,
+            "seed": flags.seed,
+            "max_samples": flags.max_samples,
+            "validation_fraction": flags.validation_fraction,
+        },
     }
-    return _Run(
-        flags=flags,
-        console=console,
-        job=job,
-        encoder=encoder,
-        duplicates=Duplicates(drop=flags.drop_duplicates),
-        facts=facts,
-    )
 
 
 def _validation_part(run: _Run, takes: list[Take], writer: PackedWriter | None) -> dict[str, int]:

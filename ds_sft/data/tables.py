@@ -191,13 +191,33 @@ def to_rows(data: bytes) -> list[dict[str, Any] | Rejected]:
     with pa.ipc.open_stream(data) as stream:
         table = stream.read_all()
     plain = _struct_reader([(field.name, field.type) for field in table.schema])
-    rows: list[dict[str, Any] | Rejected] = []
-    for row in table.to_pylist(maps_as_pydicts="lossy"):
-        try:
-            rows.append(plain(row))
-        except Reject as reject:
-            rows.append(reject.rejected)
-    return rows
+    try:
+        found: list[Any] = table.to_pylist(maps_as_pydicts="lossy")
+    except (ValueError, OverflowError, pa.ArrowException):  # of one row; the others are fine
+        found = [_only_row(table.slice(number, 1)) for number in range(table.num_rows)]
+    return [row if isinstance(row, Rejected) else _plain_row(row, plain) for row in found]
+
+
+def _plain_row(row: dict[str, Any], plain: _Reader) -> dict[str, Any] | Rejected:
+    try:
+        found: dict[str, Any] = plain(row)
+    except Reject as reject:
+        return reject.rejected
+    return found
+
+
+def _only_row(table: Any) -> dict[str, Any] | Rejected:
+    """The row of a table of one; text that is no UTF-8 or a time that Python lacks rejects it."""
+    import pyarrow as pa
+
+    try:
+        (row,) = table.to_pylist(maps_as_pydicts="lossy")
+    except UnicodeDecodeError as error:
+        return Reject("not_utf8", f"byte {error.start} of a text: {error.reason}").rejected
+    except (ValueError, OverflowError, pa.ArrowException) as error:
+        return Reject("value_unreadable", str(error)).rejected
+    found: dict[str, Any] = row
+    return found
 
 
 _Reader = Callable[[Any], Any]

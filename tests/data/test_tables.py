@@ -159,3 +159,14 @@ def test_a_directory_that_is_no_data_set_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be loaded as a data set") as caught:
         DatasetSource(str(tmp_path), "train", "", ANY)
     assert "\n" not in str(caught.value)
+
+
+def test_a_text_that_is_no_utf8_rejects_its_row_alone(tmp_path: Path) -> None:
+    raw = pa.array([b"one", b"\xff\xfe", b"three"])
+    texts = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
+    table = pa.table({"prompt": texts, "completion": ["a", "b", "c"]})
+    rows = read(ParquetSource(parquet(tmp_path / "a.parquet", table)))
+    assert rows[0] == {"prompt": "one", "completion": "a"}
+    assert rows[2] == {"prompt": "three", "completion": "c"}
+    assert isinstance(rows[1], Rejected)
+    assert rows[1].reason == "not_utf8"
