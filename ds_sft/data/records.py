@@ -89,9 +89,7 @@ def strict_json(text: str) -> Any:
     Raises ValueError for what is no JSON, Reject for the rest.
     """
     try:
-        return json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite
-        )
+        return _DECODER.decode(text)
     except RecursionError:
         raise Reject("json_too_deep", "nested beyond what can be read") from None
 
@@ -114,6 +112,11 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise Reject("nan_or_infinity", f"{shorten(text, 20)} is beyond what a number can hold")
     return value
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite
+)
 
 
 def conversation(messages: Any, tools: Any) -> Conversation:
