@@ -265,14 +265,29 @@ def test_marks_round_the_header_do_not_train_what_is_asked() -> None:
     ]
 
 
-def test_marks_round_tool_results_and_users_train_neither() -> None:
-    everything = (
-        "{%- for m in messages %}<|{{ m.role }}|>{% generation %}"
-        "{{- m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|end|>"
-        "{% endgeneration %}{%- endfor %}{%- if add_generation_prompt %}<|assistant|>{%- endif %}"
+def test_a_template_that_marks_the_last_turn_only_trains_each_turn_where_it_is_the_last() -> None:
+    last_only = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last %}{% generation %}"
+        "{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
+    assert trained(last_only, TWO) == [["b<|end|>"], ["d<|end|>"]]
+
+
+@pytest.mark.parametrize("marked", ["true", "m.role != 'user'"])
+def test_marks_round_tool_results_and_users_train_neither(marked: str) -> None:
+    said = (
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|end|>"
+    )
+    wide = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if MARKED %}{% generation %}SAID"
+        "{% endgeneration %}{% else %}SAID{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    template = wide.replace("SAID", said).replace("MARKED", marked)
+    assert ChatTemplate(template, {}).appends_only
     messages = [user("q"), answer("", tool_calls=calls()), result(), answer("done")]
-    assert trained(everything, messages) == [["look_up<|end|>", "done<|end|>"]]
+    assert trained(template, messages) == [["look_up<|end|>", "done<|end|>"]]
 
 
 # --- any conversation ---
