@@ -217,6 +217,9 @@ class _Cut:
         for piece in cuts:
             tokens, mask = document.tokens[piece], document.assistant_mask[piece]
             full = length if len(cuts) == 1 else len(tokens)
+            if self._job.overlong == "split" and piece.start > 0:
+                # In a pack the last token of the document before it would learn to predict it.
+                mask = np.concatenate([np.zeros(1, np.uint8), mask[1:]])
             if mask[1:].any():
                 self._take(place, full, tokens, mask)
             else:

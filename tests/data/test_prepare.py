@@ -343,3 +343,12 @@ def test_what_is_not_there_is_named(tmp_path: Path, changes: dict, message: str)
 def test_a_flag_out_of_range_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, [chat("a", "b")], **changes)
+
+
+def test_a_piece_of_an_answer_does_not_train_the_document_before_it(tmp_path: Path) -> None:
+    rows = [chat("c", "d"), chat("a", "b" * 100)]
+    data = run(tmp_path, rows, overlong="split", packing="best-fit", max_seq_len=90)
+    short, rest = data.doc_lengths(0)
+    assert data.doc_lengths(1) == [90], "the beginning of the long answer"
+    assert data.assistant_mask[0, short] == 0
+    assert data.assistant_mask[0, short + 1 : short + rest].all(), "the rest of it"
