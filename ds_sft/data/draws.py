@@ -67,12 +67,17 @@ class Draw:
     """Most rows of the training part, and ten times those of the validation part; 0: all."""
 
 
+def must_count(inputs: Sequence[Input], draw: Draw) -> bool:
+    """Whether the rows of all inputs are counted before any is prepared."""
+    drawn = draw.validation_fraction > 0 or draw.max_samples > 0
+    return drawn or any(part.fraction is not None for part in inputs)
+
+
 def plan(
     inputs: Sequence[Input], validation: Sequence[Input], draw: Draw
 ) -> tuple[list[Take], list[Take]]:
     """The passes of the training part and of the validation part. Raises DataError."""
-    drawn = draw.validation_fraction or draw.max_samples
-    if not drawn and all(part.fraction is None for part in [*inputs, *validation]):
+    if not must_count([*inputs, *validation], draw):
         after = sum(len(part.sources) for part in inputs)
         return _everything(inputs), _everything(validation, after)
     train = [_of_fraction(part, number, draw.seed) for number, part in enumerate(inputs)]

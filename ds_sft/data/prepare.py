@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_sft.data.chat import ChatEncoder
-from ds_sft.data.draws import Draw, Take, plan
+from ds_sft.data.draws import Draw, Take, must_count, plan
 from ds_sft.data.duplicates import Duplicates
 from ds_sft.data.inputs import Tables, open_inputs
 from ds_sft.data.packed import MANIFEST, TOKENIZER_DIR, VALIDATION_DIR, file_sha256
@@ -84,6 +84,8 @@ def _prepare(flags: PrepareFlags, writer: PackedWriter | None, work: Path) -> No
         validation_fraction=flags.validation_fraction,
         max_samples=flags.max_samples,
     )
+    if must_count([*inputs, *held_out], draw):
+        run.console.print("counting the rows, for the draw")
     train, validation = plan(inputs, held_out, draw)
     more: dict[str, Any] = {}
     if validation:  # first, so that --drop-duplicates takes its rows out of the training part

@@ -170,3 +170,31 @@ def test_a_text_that_is_no_utf8_rejects_its_row_alone(tmp_path: Path) -> None:
     assert rows[2] == {"prompt": "three", "completion": "c"}
     assert isinstance(rows[1], Rejected)
     assert rows[1].reason == "not_utf8"
+
+
+def test_a_hub_data_set_is_asked_for_with_its_split_and_subset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def load(*words: Any, **more: Any) -> datasets.Dataset:
+        asked.append((words, more))
+        return datasets.Dataset.from_list(chats(3))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = DatasetSource("some-one/chats", "test", "small", ANY)
+    assert asked == [(("some-one/chats", "small"), {"split": "test"})]
+    assert read(source) == chats(3)
+    assert source.name == "some-one/chats"
+
+
+def test_a_hub_data_set_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("no such\nthing")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    message = (
+        r"--input some/one cannot be loaded as a data set \(FileNotFoundError: no such thing\)"
+    )
+    with pytest.raises(DataError, match=message):
+        DatasetSource("some/one", "train", "", ANY)
