@@ -57,8 +57,8 @@ def run(flags: PrepareFlags) -> None:
             _prepare(flags, writer, writer.partial)
     except OSError as error:
         what = "temporary files" if flags.stats_only else f"--out {flags.out}"
-        where = error.filename or what
-        raise DataError(f"{what} cannot be written ({where}: {error.strerror})") from None
+        where = f"{error.filename}: " if error.filename else ""
+        raise DataError(f"{what} cannot be written ({where}{error.strerror})") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
