@@ -68,10 +68,10 @@ class Probe:
             self._look_at_marks(text, marks, len(before) + 1)
         else:
             self._look_for_ends(asked, prompt)
+        self.no_thought = self._prompt_without_thinking(prompt)
         self._compare_with_prompt(prompt, prompt[_shared(asked, prompt) :], any_prompt)
         self.marks_are_answers &= not self._marks_others()
         self.last_only = self._ending_of_the_last(chat, text, len(before) + 1)
-        self.no_thought = self._prompt_without_thinking(prompt)
         self.max_calls = self._calls_written()
 
     def _look_for_ends(self, asked: str, prompt: str) -> None:
@@ -114,7 +114,8 @@ class Probe:
                 )
             except Unrenderable:
                 continue
-            fits.append(text.startswith(prompt))
+            between = text[len(prompt) : marks[0][0]] if marks else ""
+            fits.append(text.startswith(prompt) and between in ("", self.no_thought))
             self.marks_are_answers &= fits[-1] and bool(marks) and marks[0][0] >= len(prompt)
         if any_prompt:
             return

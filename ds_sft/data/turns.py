@@ -172,6 +172,10 @@ class Turns:
             raise Unrenderable(
                 "nothing_rendered", f"the template writes nothing of message {place}"
             )
+        between = text[start : spans[0][0]]
+        if between not in ("", self._probe.no_thought):
+            detail = f"between the prompt of message {place} and what is marked stands {between!r}"
+            raise Unrenderable("prompt_rewritten", detail)
         body_end = len(text.removesuffix(self._probe.last_only))
         return _Turn(place, start, whole, self._without_given_thought(text, spans), body_end)
 

@@ -265,6 +265,23 @@ def test_marks_round_the_header_do_not_train_what_is_asked() -> None:
     ]
 
 
+def test_text_between_the_prompt_and_the_marks_is_none_that_inference_shows() -> None:
+    late = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+        "{% if m.tool_calls %}GAP{% endif %}{% generation %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|end|>"
+        "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    asked = [user("q"), answer("", tool_calls=calls()), result(), answer("d")]
+    assert reason(late, asked) == "prompt_rewritten"
+    assert trained(late, asked, on_rewrite="levanter") == [["look_up<|end|>", "d<|end|>"]]
+    assert trained(late, TWO) == [["b<|end|>", "d<|end|>"]]
+    always = late.replace("{% if m.tool_calls %}GAP{% endif %}", "GAP")
+    with pytest.raises(DataError, match="no answer that it writes begins so"):
+        samples(always, TWO)
+
+
 def test_a_template_that_marks_the_last_turn_only_trains_each_turn_where_it_is_the_last() -> None:
     last_only = (
         "{% for m in messages %}<|{{ m.role }}|>{% if loop.last %}{% generation %}"
