@@ -2,11 +2,13 @@
 
     python benchmarks/prepare_trl.py --tokenizer DIR --chats a.jsonl --template FILE [--rows 50000]
 
-TRL: a `datasets` map of `apply_chat_template` with assistant masks, as its trainer does it, and
-`pack_dataset` (best fit), on as many processes as ours. Ours: the whole command, from the file to a
-data set on the disk, with its imports; TRL's time leaves out imports, reading and saving. Each
-runs in a process of its own; they take turns. The template needs `{% generation %}` marks, and the
-number of tokens and of trained tokens must be the same: otherwise the comparison is refused.
+TRL: what its SFTTrainer does with a data set before it trains with packing and a loss on the
+assistant alone (the trainer's own method: tokenize with masks, build labels, pack by best fit), on
+as many processes as ours; --bare leaves out all but the map of `apply_chat_template` with masks and
+`pack_dataset`. Ours: the whole command, from the file to a data set on the disk, with its imports;
+TRL's time leaves out imports, reading and saving. Each runs in a process of its own; they take
+turns. The template needs `{% generation %}` marks, and the number of tokens and of trained tokens
+must be the same: otherwise the comparison is refused.
 Seconds of processors are of all processes together; on a busy machine their ratio is steadier.
 """
 
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 
 def main() -> None:
@@ -32,10 +35,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--bare", action="store_true")
     parser.add_argument("--side", choices=("ours", "trl"), help="run one of the two and stop")
     args = parser.parse_args()
     if args.side:
-        result = ours(args) if args.side == "ours" else trl(args)
+        result = ours(args) if args.side == "ours" else theirs(args)
         print(json.dumps(result), flush=True)
         return
     with tempfile.TemporaryDirectory() as work:
@@ -50,6 +54,7 @@ def run(side: str, args: argparse.Namespace, chats: Path) -> dict[str, float]:
     """One side in a process of its own."""
     given = ["tokenizer", "template", "length", "workers"]
     flags = [word for name in given for word in (f"--{name}", str(getattr(args, name)))]
+    flags += ["--bare"] if args.bare else []
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, __file__, "--side", side, "--chats", str(chats), *flags],
@@ -88,37 +93,46 @@ def ours(args: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def trl(args: argparse.Namespace) -> dict[str, float]:
+def theirs(args: argparse.Namespace) -> dict[str, float]:
     import datasets
+    import trl
     from transformers import AutoTokenizer
-    from trl import pack_dataset
 
+    for name in ("SFTConfig", "SFTTrainer", "pack_dataset"):
+        getattr(trl, name)  # a lazy module: imported before the clock starts
     datasets.disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     tokenizer.chat_template = args.template.read_text(encoding="utf-8")
     rows = datasets.load_dataset("json", data_files=str(args.chats), split="train")
+    prepare = bare if args.bare else as_trainer
     started, used = time.monotonic(), processor_seconds()
+    packed = prepare(rows, tokenizer, args)
+    seconds, used = time.monotonic() - started, processor_seconds() - used
+    tokens = sum(len(ids) for ids in packed["input_ids"])
+    trained = (
+        sum(map(sum, packed["assistant_masks"]))
+        if args.bare
+        else sum(label != -100 for labels in packed["labels"] for label in labels)
+    )
+    return {
+        "seconds": seconds,
+        "processor_seconds": used,
+        "tokens": tokens,
+        "trained": trained,
+        "fill": tokens / (len(packed) * args.length),
+    }
+
+
+def bare(rows, tokenizer, args: argparse.Namespace):
+    from trl import pack_dataset
+
     encoded = rows.map(
         _tokenize,
         fn_kwargs={"tokenizer": tokenizer},
         num_proc=args.workers,
         remove_columns=rows.column_names,
     )
-    packed = pack_dataset(encoded, args.length, "bfd", {"num_proc": args.workers})
-    seconds, used = time.monotonic() - started, processor_seconds() - used
-    tokens = sum(len(ids) for ids in packed["input_ids"])
-    return {
-        "seconds": seconds,
-        "processor_seconds": used,
-        "tokens": tokens,
-        "trained": sum(sum(mask) for mask in packed["assistant_masks"]),
-        "fill": tokens / (len(packed) * args.length),
-    }
-
-
-def processor_seconds() -> float:
-    """Of this process and its children that have ended."""
-    return sum(os.times()[:4])
+    return pack_dataset(encoded, args.length, "bfd", {"num_proc": args.workers})
 
 
 def _tokenize(row: dict, tokenizer) -> dict[str, list[int]]:
@@ -126,6 +140,26 @@ def _tokenize(row: dict, tokenizer) -> dict[str, list[int]]:
         row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     return {name: encoded[name] for name in ("input_ids", "assistant_masks")}
+
+
+def as_trainer(rows, tokenizer, args: argparse.Namespace):
+    """The trainer's method without a trainer, which would need a model."""
+    from trl import SFTConfig, SFTTrainer
+
+    with tempfile.TemporaryDirectory() as work:
+        config = SFTConfig(
+            output_dir=work, max_length=args.length, packing=True, assistant_only_loss=True,
+            dataset_num_proc=args.workers, use_cpu=True, bf16=False, report_to="none",
+        )  # fmt: skip
+        trainer = SimpleNamespace(
+            chat_template=tokenizer.chat_template, completion_only_loss=False, _tokenizer=tokenizer
+        )
+        return SFTTrainer._prepare_dataset(trainer, rows, tokenizer, config, True, None, "chats")
+
+
+def processor_seconds() -> float:
+    """Of this process and its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def report(results: list[tuple[dict[str, float], dict[str, float]]]) -> None:
@@ -137,7 +171,7 @@ def report(results: list[tuple[dict[str, float], dict[str, float]]]) -> None:
         statistics.median(other[unit] / mine[unit] for mine, other in results)
         for unit in ("seconds", "processor_seconds")
     )
-    for name, side in (("ds-sft prepare", 0), ("TRL map + pack_dataset", 1)):
+    for name, side in (("ds-sft prepare", 0), ("TRL", 1)):
         seconds = statistics.median(pair[side]["seconds"] for pair in results)
         facts = results[0][side]
         print(
