@@ -18,7 +18,7 @@ from typing import NoReturn
 from ds_sft.errors import ConfigError, DsSftError
 
 COMMANDS = {
-    "prepare": "chats in JSON lines -> a packed data set",
+    "prepare": "chats of every usual shape -> a packed data set",
     "plan": "what a run will do, need and refuse, without a GPU",
     "train": "train on this host's environment; `deepspeed --module ds_sft.train` starts all ranks",
     "export": "a native checkpoint -> a Hugging Face model directory",

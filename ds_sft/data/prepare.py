@@ -123,8 +123,14 @@ def _start(flags: PrepareFlags, tokenizer_dir: Path) -> _Run:
         reading=Reading(flags.shape, flags.columns, flags.max_chars),
         train_on=flags.train_on,
         thinking=flags.thinking,
-        on_rewrite=flags.history,
+        on_rewrite=flags.on_rewrite,
     )
+    if flags.history == "auto" and flags.on_rewrite == "levanter":
+        console.print(
+            f"history      levanter, since {flags.chat_template} is the recipes' template: each "
+            "conversation is one sample, as Levanter trains it (--history split trains each turn "
+            "as inference asks for it)"
+        )
     encoder = build_encoder(job)
     for warning in encoder.warnings:
         console.print(f"warning: {warning}", markup=False)
@@ -152,7 +158,7 @@ def _facts(
         "masks": {
             "train_on": flags.train_on,
             "thinking": flags.thinking,
-            "history": flags.history,
+            "history": flags.on_rewrite,
         },
         "reading": {
             "format": flags.format,

@@ -13,6 +13,7 @@ import tyro
 
 from ds_sft.data.packing import Overlong, Packing
 from ds_sft.data.shapes import COLUMNS, READERS
+from ds_sft.data.template import SHIPPED
 from ds_sft.data.thinking import Thinking
 from ds_sft.data.turns import OnRewrite, TrainOn
 from ds_sft.errors import ConfigError
@@ -30,6 +31,7 @@ Format = Literal[
     "eliza-trajectory",
     "eliza-flat",
 ]
+History = Literal["auto", "split", "refuse", "levanter"]
 Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 
 
@@ -81,8 +83,9 @@ class PrepareFlags:
     """Every assistant turn, the last one only, or every token."""
     thinking: Thinking = "keep"
     """Reasoning: keep, strip-history (keep the last turn's), drop-empty (blocks), drop (all)."""
-    history: OnRewrite = "split"
-    """Turns that the template rewrites later on: a sample each, refuse the row, or as Levanter."""
+    history: History = "auto"
+    """Turns that the template rewrites later on: split (a sample each), refuse the row, levanter
+    (one sample, rewritten); auto: levanter for the recipe's own template, else split."""
     overlong: Overlong = "left"
     """Documents longer than a pack: an error, keep the first tokens or the last, drop, or split."""
     packing: Packing = "next-fit"
@@ -153,6 +156,13 @@ class PrepareFlags:
     def validation_inputs(self) -> list[str]:
         """What --validation-input names, in order."""
         return _flat(self.validation_input)
+
+    @property
+    def on_rewrite(self) -> OnRewrite:
+        """What --history means for this template."""
+        if self.history != "auto":
+            return self.history
+        return "levanter" if self.chat_template in SHIPPED else "split"
 
     @property
     def shape(self) -> str:

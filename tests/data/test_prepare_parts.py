@@ -18,6 +18,7 @@ from preparing import TINY, asks, chat, prepared, run, texts, write
 from ds_sft.data import chunks, pipeline, prepare
 from ds_sft.data.packed import VALIDATION_DIR, PackedDataset
 from ds_sft.data.prepare_flags import PrepareFlags
+from ds_sft.data.template import read_template
 from ds_sft.errors import ConfigError, DataError
 from ds_sft.flags import parse_flags
 from ds_sft.run.verify import verify
@@ -320,3 +321,41 @@ def test_a_turn_with_weight_0_is_not_trained(tmp_path: Path) -> None:
     (text,) = texts(run(tmp_path, [row]))
     assert "assistant\nb<|im_end|>" in text
     assert "[d<|im_end|>\n]" in text
+
+
+THOUGHT = {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+MANY_TURNS = [
+    {
+        "messages": [
+            {"role": "user", "content": "a"},
+            THOUGHT,
+            {"role": "user", "content": "b"},
+            THOUGHT,
+        ]
+    }
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "documents"),
+    [
+        ({"chat_template": "qwen3"}, "levanter", 1),
+        ({"chat_template": "qwen3", "history": "split"}, "split", 2),
+    ],
+)
+def test_the_recipes_template_makes_one_sample_as_levanter_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict, kind: str, documents: int
+) -> None:
+    data = run(tmp_path, MANY_TURNS, max_seq_len=512, **flags)
+    assert len(data.doc_lens) == documents
+    assert data.manifest["masks"]["history"] == kind
+    assert ("history      levanter, since" in capsys.readouterr().out) == (kind == "levanter")
+
+
+def test_another_template_splits_what_it_rewrites(tmp_path: Path) -> None:
+    """The same template in a file is no recipe's."""
+    (tmp_path / "mine.jinja").write_text(read_template("qwen3"))
+    mine = str(tmp_path / "mine.jinja")
+    data = run(tmp_path, MANY_TURNS, max_seq_len=512, chat_template=mine)
+    assert data.manifest["masks"]["history"] == "split"
+    assert len(data.doc_lens) == 2
