@@ -24,7 +24,7 @@ COMMANDS = {
     "export": "a native checkpoint -> a Hugging Face model directory",
     "verify": "is a packed data set, a checkpoint or an export whole?",
     "reshard": "a native checkpoint -> one of another number of ranks",
-    "inspect": "show one pack: what is trained, where documents end",
+    "inspect": "look into a data set: packs, documents, a text, rejected rows, plots",
     "env": "write .deepspeed_env: the variables that workers on other hosts need",
 }
 _MAINS = {"plan": "ds_sft.plan", "train": "ds_sft.train"}
