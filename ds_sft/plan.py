@@ -35,6 +35,7 @@ from ds_sft.recipe.batching import BatchPlan
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 from ds_sft.run import changes, resume
+from ds_sft.run.layout import RunDir
 
 SECONDS_AFTER_SIGTERM = 30  # then DeepSpeed's launcher kills
 ASSUMED_GB_PER_SECOND = 1.0
@@ -228,6 +229,13 @@ def _check_place(run: RunConfig, model_dir: Path | None) -> None:
             raise ConfigError(f"--out {run.out} lies in {flag} {place}: name another directory")
     if run.out.exists() and not run.out.is_dir():
         raise ConfigError(f"--out {run.out} is a file: name a directory")
+    inside = RunDir(run.out)
+    for path in (inside.checkpoints, inside.temporary, inside.exports):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is no directory: remove it, or use another --out")
+    for path in (inside.finished, inside.stop, inside.lock, inside.run_json, inside.metrics):
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no file: remove it, or use another --out")
     parent = existing_parent(run.out)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(f"--out {run.out} cannot be made: {parent} is not writable")

@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 return None
         stopping = Stopping(RunDir(run.run_dir).stop)
         with RunLock(RunDir(run.run_dir).lock) if is_rank_zero() else contextlib.nullcontext():
+            if is_rank_zero():
+                stopping.forget_an_old_stop()
             code = train(plan, stopping)
         if code:
             raise SystemExit(code)
@@ -153,10 +155,12 @@ def train(plan: Plan, stopping: Stopping) -> int:
         if not whole:
             saver.before_stopping(log.completed)
             log.stopped(stopping.reason or "--stop-after")
+            saver.report_time(log.seconds)
         else:
             saver.require_saved(log.completed)
             log.finished()
-            saver.report(log.seconds)
+            saver.report_time(log.seconds)
+            saver.report_missing()
         stopping.ignore_signals()
         return 0 if whole else stopping.exit_code
 

@@ -240,7 +240,7 @@ CASES: dict[str, Case] = {
     "weights of another config": (
         lambda p: p.edit_config(num_hidden_layers=5), "missing model.layers.2"),
     # resuming
-    "no such checkpoint": (lambda p: {"--resume": p.root / "step-9"}, "step-9 has no meta.json"),
+    "no such checkpoint": (lambda p: {"--resume": p.root / "step-9"}, "step-9 is not a directory"),
     "checkpoint that is not whole": (resume_from_nothing, "step-3 has no meta.json"),
     "checkpoint of another model": (
         lambda p: {"--resume": config_of_another_model(p)}, "is of another model"),
@@ -250,6 +250,12 @@ CASES: dict[str, Case] = {
         lambda p: {"x": p.checkpoint(fingerprint={"code": "0.0.1-abc"})}, "code was 0.0.1-abc and"),
     "checkpoint with another tokenizer": (
         lambda p: {"x": p.checkpoint(fingerprint={"tokenizer": "abc"})}, "tokenizer was abc and"),
+    "another model of the same shapes": (
+        lambda p: {"x": p.checkpoint(), **p.edit_config(rope_theta=77.0)}, "--allow-change model"),
+    "a file for a directory": (
+        lambda p: p.write("run/checkpoints", {}) and {}, "checkpoints is no directory"),
+    "a directory for a file": (
+        lambda p: p.write("run/finished/x", {}) and {}, "finished is no file"),
     "two changes at once": (
         lambda p: {"x": p.checkpoint(fingerprint={"code": "abc"}), "--learning-rate": 0.5},
         "--allow-change code learning_rate"),

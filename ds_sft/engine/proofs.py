@@ -1,7 +1,8 @@
 """Start-up proofs: what the run relies on, shown on this machine before GPU-days are spent.
 
-Owns four proofs, each a line on the console: all ranks see the same files, gradients average as the
-loss factor assumes, documents are isolated, the loss denominators are the manifest's. Each raises
+Owns five proofs, each a line on the console: all ranks see the same files, the data is as it was
+prepared, gradients average as the loss factor assumes, documents are isolated, the loss
+denominators are the manifest's. Each raises
 PreflightError (exit code 2) with what to do.
 """
 
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
-from ds_sft.data.packed import PackedDataset
+from ds_sft.data.packed import PackedDataset, check_hashes
+from ds_sft.engine import nonfinite
 from ds_sft.engine.build import say
 from ds_sft.engine.step import prefetched
-from ds_sft.errors import PreflightError
+from ds_sft.errors import DataError, PreflightError
 from ds_sft.model.sft import DeviceBatch
 from ds_sft.recipe.batching import BatchPlan
 
@@ -66,6 +68,24 @@ def prove_same_files(out: Path, manifest_sha256: str, starts_from: str) -> None:
     say(f"[init] {len(reports)} ranks see the same --out and the same data")
 
 
+def prove_data(data: PackedDataset) -> None:
+    """The arrays are those that the manifest was written for; each rank hashes its share of them.
+
+    The manifest's own hash, which a resume compares, says nothing about a file changed in place.
+    """
+    started = time.monotonic()
+    problem = ""
+    try:
+        check_hashes(data, dist.get_rank(), dist.get_world_size())
+    except DataError as error:
+        problem = str(error)
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for found in filter(None, problems):
+        raise PreflightError(f"{found}: run ds-sft prepare again, or bring the file back")
+    say(f"[init] the data is as it was prepared ({time.monotonic() - started:.1f} s of hashing)")
+
+
 def _reads(path: Path, nonce: str) -> bool:
     end = time.monotonic() + NONCE_WAIT_SECONDS
     while time.monotonic() < end:
@@ -79,7 +99,8 @@ def _reads(path: Path, nonce: str) -> bool:
 
 
 def prove(engine: Any, data: PackedDataset, batches: BatchPlan, first_step: int) -> None:
-    """Run the three proofs that need the engine; leaves no gradient and no state behind."""
+    """Run the proofs of the data and the engine; leaves no gradient and no state behind."""
+    prove_data(data)
     prove_gradient_average(engine.config)
     prove_isolation(engine, data.max_seq_len)
     prove_denominators(engine, data, batches, first_step)
@@ -123,6 +144,13 @@ def prove_isolation(engine: Any, max_seq_len: int) -> None:
     ids = torch.randint(0, vocab, (2 * half,), generator=generator)
     engine.eval()
     base = _hidden(engine, ids, half)
+    if not base.isfinite().all():
+        bad = nonfinite.bad_weights(engine)
+        blame = f"weights that are not finite: {nonfinite.first(bad)}" if bad else "no bad weight"
+        raise PreflightError(
+            f"the model's hidden states are not finite before any training ({blame}): look at "
+            "--model-id, or at the checkpoint that the run goes on from"
+        )
     for changed, other in (
         (slice(0, half), slice(half, None)),
         (slice(half, None), slice(0, half)),

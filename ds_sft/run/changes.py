@@ -19,13 +19,19 @@ import ds_sft
 from ds_sft.errors import CheckpointError, ConfigError
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
-from ds_sft.run.resume import META_NAME, ResumePoint
+from ds_sft.run.marker import META_NAME
+from ds_sft.run.resume import ResumePoint
 
 # When something is saved, and where the model came from, move no loss.
 FREE_FIELDS = ("steps_per_checkpoint", "steps_per_hf_export", "model_id", "chat_template")
 ARCHITECTURE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings",
+)  # fmt: skip
+# Of config.json: what a forward pass does not read.
+FREE_CONFIG = (
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
+    "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 PACKAGES = ("ds-sft", "deepspeed", "torch", "transformers", "safetensors", "numpy", "flash-attn")
 TOKENIZER_FILES = (
@@ -72,7 +78,7 @@ def package_versions() -> dict[str, str]:
 
 def check_fields(names: tuple[str, ...]) -> None:
     """Raise ConfigError for an --allow-change that names no field."""
-    known = {*fingerprint("", None), *(f.name for f in dataclasses.fields(Recipe))}
+    known = {"model", *fingerprint("", None), *(f.name for f in dataclasses.fields(Recipe))}
     unknown = sorted(set(names) - known)
     if unknown:
         raise ConfigError(
@@ -99,11 +105,13 @@ def check(
     missing = [k for k in needed if k not in meta]
     if missing:
         raise CheckpointError(f"{where / META_NAME} lacks {missing[0]}: it is not a whole marker")
-    if model_config is not None:
-        _check_architecture(where, meta["model"]["config.json"], model_config)
     old = {"data": meta["data_manifest_sha256"][:DIGITS], **meta.get("fingerprint", {})}
     old |= meta["recipe"]
     new = {**now, **dataclasses.asdict(recipe)}
+    if model_config is not None:
+        trained_from = meta["model"].get("config.json", {})
+        _check_architecture(where, trained_from, model_config)
+        old["model"], new["model"] = _other_config(trained_from, model_config)
     # An empty text is not known yet: the tokenizer of a model that is still on the Hub.
     changed = [n for n in new if n in old and new[n] not in (old[n], "") and n not in FREE_FIELDS]
     refused = [n for n in changed if n not in allow_change]
@@ -153,3 +161,10 @@ def _check_architecture(where: Path, old: dict[str, Any], new: dict[str, Any]) -
                 f"{where} is of another model: {key} is {old.get(key)} there and {new.get(key)} "
                 "in --model-id: use the model that it was trained from, or another --out"
             )
+
+
+def _other_config(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
+    """The entries of two config.json that differ and that a forward pass reads, on either side."""
+    names = [n for n in sorted({*old, *new}) if n not in FREE_CONFIG and old.get(n) != new.get(n)]
+    before, after = (", ".join(f"{n}={c.get(n)}" for n in names) for c in (old, new))
+    return before, after

@@ -28,7 +28,7 @@ from ds_sft.run.atomic import (
 )
 from ds_sft.run.export import Barrier, RankZero
 from ds_sft.run.layout import labels_in, step_dir
-from ds_sft.run.resume import FORMAT, META_NAME
+from ds_sft.run.marker import FORMAT, META_NAME
 from ds_sft.run.seal import Files, names_in, seal
 from ds_sft.run.swapped import no_copy_of_swap_files, with_swapped
 

@@ -81,8 +81,6 @@ def export_live(
         if dist.get_rank() == 0:
             shutil.rmtree(writer.directory, ignore_errors=True)
         raise
-    if dist.get_rank() == 0:
-        print(f"[export] wrote {out_dir}", flush=True)
 
 
 def export_offline(

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class RunLock:
         """Take the lock. Raises ConfigError while a living run holds it."""
         self._path = path
         self._ended = threading.Event()
-        self._me = {"host": socket.gethostname(), "pid": os.getpid(), "born": born(os.getpid())}
+        self._me = {"host": here(), "pid": os.getpid(), "born": born(os.getpid())}
         self._beat = 1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,16 +53,16 @@ class RunLock:
 
     def _took(self) -> bool:
         """Put the lock there, unless somebody's is: a hard link is made by one process only."""
-        mine = self._path.with_name(f".lock-{self._me['host']}-{self._me['pid']}")
-        mine.write_text(self._text(), encoding="utf-8")
+        mine = self._path.with_name(f".lock-{uuid.uuid4().hex[:12]}")
         try:
+            mine.write_text(self._text(), encoding="utf-8")
             os.link(mine, self._path)
         except FileExistsError:
             return False
         except OSError:  # a file system without hard links
             return self._created()
         finally:
-            mine.unlink()
+            mine.unlink(missing_ok=True)
         return True
 
     def _created(self) -> bool:
@@ -82,7 +83,9 @@ class RunLock:
             )
         # Two may have found it dead: one of them renames it, and must not rename the other's new
         # lock. What was renamed is looked at again for that.
-        aside = self._path.with_name(f".lock-dead-{self._me['host']}-{self._me['pid']}")
+        aside = self._path.with_name(f".lock-{uuid.uuid4().hex[:12]}")
+        if read(self._path) != holder:
+            return
         with contextlib.suppress(FileNotFoundError):
             self._path.rename(aside)
             if read(aside) == holder:
@@ -120,27 +123,37 @@ def read(path: Path) -> dict[str, Any] | None:
     """Who holds the lock; None when nobody does, or the file says nothing."""
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
-        return {name: holder[name] for name in ("host", "pid", "born", "beat")}
+        found = {name: holder[name] for name in ("host", "pid", "born", "beat")}
+        return found if isinstance(found["pid"], int) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def is_alive(holder: dict[str, Any], path: Path) -> bool:
     """Whether the holder still runs."""
-    if holder["host"] == socket.gethostname():
-        return born(int(holder["pid"])) == holder["born"] is not None
+    if holder["host"] == here():
+        return born(holder["pid"]) == holder["born"] is not None
     end = time.monotonic() + WATCH_SECONDS
     while time.monotonic() < end:
         time.sleep(1.0)
         now = read(path)
-        if now is not None and now["beat"] != holder["beat"]:
+        if now is not None and now != holder:  # it beats, or another one has taken its place
             return True
     return False
 
 
-def born(pid: int) -> int | None:
-    """When a process of this host started, in clock ticks after boot: a reused number differs."""
+def here() -> str:
+    """This host, and where in it process numbers mean what they say: a container has its own."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def born(pid: object) -> int | None:
+    """When a process of this host started, in clock ticks after boot: a reused number differs.
+
+    None for one that is not there, or has ended and waits to be buried.
+    """
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else int(fields[19])
     except (OSError, ValueError, IndexError):
         return None

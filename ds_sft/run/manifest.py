@@ -60,7 +60,7 @@ def read_finished(run_dir: RunDir) -> int | None:
     """Completed steps of a finished run, None while the marker is not there (or says nothing)."""
     try:
         return int(json.loads(run_dir.finished.read_text(encoding="utf-8"))["completed"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -271,19 +271,19 @@ def keep_before(path: Path, label: int) -> None:
     """Drop the rows from `label` on, which a resumed run writes again, and a torn last line."""
     if not path.is_file():
         return
-    kept = [row for row in rows_in(path) if row.get("label", label) < label]
+    kept = [row for row in rows_in(path) if row["label"] < label]
     write_file(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def rows_in(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines, without torn ones."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict):
+        if isinstance(row, dict) and isinstance(row.get("label"), int):
             rows.append(row)
     return rows
 

@@ -11,6 +11,7 @@ Leaves writing checkpoints and resuming from them to the checkpoint module.
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,14 +20,14 @@ from typing import Any
 
 import torch
 
-from ds_sft.data.sealed import is_damaged
 from ds_sft.errors import CheckpointError
 from ds_sft.run.hf_format import ExportSource, read_json_object
-from ds_sft.run.resume import FORMAT, META_NAME
+from ds_sft.run.marker import META_NAME, read_meta
 from ds_sft.run.seal import check_hashes, check_sizes
 
 MASTERS = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = {MASTERS: "master values", **{m: f"{m} values" for m in MOMENTS}}
 _RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
 
 
@@ -69,7 +70,15 @@ class NativeCheckpoint:
     def open(cls, path: Path) -> NativeCheckpoint:
         """Map every rank's file and check that they fit together; raises CheckpointError."""
         meta = read_meta(path)
-        world_size = int(meta["world_size"])
+        if "world_size" not in meta:
+            raise CheckpointError(f"{path / META_NAME} has no valid world_size")
+        try:
+            return cls._open(path, meta, meta["world_size"])
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{path} holds no states of ds_sft ({error!r})") from error
+
+    @classmethod
+    def _open(cls, path: Path, meta: dict[str, Any], world_size: int) -> NativeCheckpoint:
         model_states = load_states(rank_files(path, "model", world_size)[0])
         frozen = model_states.get("frozen_param_shapes")
         if frozen:
@@ -84,13 +93,19 @@ class NativeCheckpoint:
         steps: set[int] = set()
         for rank, file in enumerate(rank_files(path, "optim", world_size)):
             states = load_states(file)["optimizer_state_dict"]
-            _check_total(file, rank, states["fp32_flat_groups"], shapes, world_size)
             flat_groups[MASTERS].append(states["fp32_flat_groups"])
             adam_states = states.get("optimizer_state_dict", {}).get("state", {})
             adam = [state for _, state in sorted(adam_states.items())]
             steps |= {int(state["step"]) for state in adam}
+            if not all(0 <= step <= meta["completed"] for step in steps):
+                raise CheckpointError(
+                    f"{file} has Adam at step {max(steps)} of {meta['completed']} completed ones: "
+                    "it is of another run"
+                )
             for key in MOMENTS:
                 flat_groups[key].append([state[key] for state in adam])
+            for key in flat_groups if adam else (MASTERS,):
+                _check_total(file, rank, key, flat_groups[key][rank], shapes, world_size)
         return cls(
             path=path,
             meta=meta,
@@ -143,26 +158,6 @@ class NativeCheckpoint:
         )
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """Read meta.json, the marker of a whole checkpoint; raises CheckpointError."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory: name RUN/checkpoints/step-N")
-    if not (path / META_NAME).is_file():
-        raise CheckpointError(
-            f"{path} has no {META_NAME}: it is no native checkpoint, or was not written to its end"
-        )
-    if is_damaged((path / META_NAME).read_bytes()):
-        raise CheckpointError(f"{path / META_NAME} was changed after it was written")
-    meta = read_json_object(path / META_NAME)
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path / META_NAME} has format {meta.get('format')!r}, this version reads {FORMAT}"
-        )
-    if not isinstance(meta.get("world_size"), int) or meta["world_size"] < 1:
-        raise CheckpointError(f"{path / META_NAME} has no valid world_size")
-    return meta
-
-
 def rank_files(path: Path, kind: str, world_size: int) -> list[Path]:
     """Return the files of `kind` ("optim" or "model") by rank; raises CheckpointError."""
     found: dict[int, Path] = {}
@@ -195,8 +190,13 @@ def load_states(file: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(allowed):
             states = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} holds objects other than tensors and numbers, which could run code: it is not "
+            "opened"
+        ) from error
     except Exception as error:  # zip, pickle and OS errors alike mean that the file is no good
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(f"{file} cannot be read: {reason}") from error
     if not isinstance(states, dict):
         raise CheckpointError(f"{file} holds a {type(states).__name__}, not a state dictionary")
@@ -216,6 +216,7 @@ def _offsets(shapes: dict[str, tuple[int, ...]], world_size: int) -> dict[str, i
 def _check_total(
     file: Path,
     rank: int,
+    kind: str,
     groups: list[torch.Tensor],
     shapes: dict[str, tuple[int, ...]],
     world_size: int,
@@ -227,7 +228,7 @@ def _check_total(
         return
     hint = "the checkpoint is not whole"
     if (file.parent / "offloaded_tensors").is_dir():
-        hint = "its masters are on NVMe (offloaded_tensors): export from the running engine"
+        hint = "it is on NVMe (offloaded_tensors): export from the running engine"
     raise CheckpointError(
-        f"{file} holds {found} master values of rank {rank}, the parameters need {wanted}: {hint}"
+        f"{file} holds {found} {KINDS[kind]} of rank {rank}, the parameters need {wanted}: {hint}"
     )

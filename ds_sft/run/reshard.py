@@ -26,8 +26,8 @@ from ds_sft.data.sealed import sealed_json
 from ds_sft.errors import CheckpointError
 from ds_sft.model.partitions import resident_sub_groups
 from ds_sft.run.atomic import atomic_directory
+from ds_sft.run.marker import META_NAME
 from ds_sft.run.native import MASTERS, MOMENTS, NativeCheckpoint, load_states, rank_files
-from ds_sft.run.resume import META_NAME
 from ds_sft.run.seal import names_in, seal
 
 FILE_KINDS = ("model", "optim")
@@ -38,7 +38,8 @@ def load(engine: Any, native: NativeCheckpoint) -> None:
     zero, names = engine.optimizer, engine.param_names
     if set(native.shapes) != {names[p] for group in zero.fp16_groups for p in group}:
         raise CheckpointError(f"{native.path} has other parameters than the model")
-    if native.adam_step == 0:
+    never_updated = native.meta.get("dropped_updates", [0])[0] == native.meta["completed"]
+    if native.adam_step == 0 and not never_updated:
         raise CheckpointError(f"{native.path} holds no optimizer state: it cannot be gone on from")
     zero.checkpoint_event_prologue()  # everything partitioned, small parameters too
     for index, flat in resident_sub_groups(zero):

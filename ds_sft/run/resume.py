@@ -6,21 +6,18 @@ hashes of its files to `seal`, loading to `reshard`.
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_sft.data.sealed import is_damaged
 from ds_sft.errors import CheckpointError, ConfigError
 from ds_sft.flags import RunConfig
 from ds_sft.run.atomic import REPLACED_SUFFIX
 from ds_sft.run.layout import RunDir, checkpoints_in
+from ds_sft.run.marker import read_meta
 from ds_sft.run.seal import check_listed, check_sizes
-
-META_NAME = "meta.json"
-FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,28 +93,18 @@ def read_point(path: Path, hashed: bool) -> ResumePoint:
 
     Where hashes are to be compared (`hashed`), every rank's file must be listed with one.
     """
-    try:
-        raw = (path / META_NAME).read_bytes()
-        if is_damaged(raw):
-            raise CheckpointError(f"{path / META_NAME} was changed after it was written")
-        meta = json.loads(raw)
-        completed = int(meta["completed"])
-        files = {str(name): (int(size), str(sha)) for name, (size, sha) in _items(meta, "files")}
-        _items(meta, "recipe"), _items(meta.get("model", {}), "config.json")
-    except FileNotFoundError:
+    meta = read_meta(path)
+    name = re.fullmatch(r"step-(\d+)", path.name)
+    if name and int(name[1]) != meta["completed"] - 1:
+        # The name decides which checkpoint is the newest: a copy under another one would win.
         raise CheckpointError(
-            f"{path} has no {META_NAME}: name a whole checkpoint, RUN/checkpoints/step-N"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / META_NAME} cannot be read ({error!r})") from None
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has checkpoint format {meta.get('format')}, this version reads {FORMAT}"
+            f"{path} holds label {meta['completed'] - 1}: rename it to step-{meta['completed'] - 1}"
         )
+    files = meta.get("files", {})
     check_sizes(path, files)
     if hashed:
         check_listed(path, files)
-    return ResumePoint(path=path, completed=completed, meta=meta)
+    return ResumePoint(path=path, completed=meta["completed"], meta=meta)
 
 
 def set_aside(path: Path) -> Path:
@@ -126,7 +113,3 @@ def set_aside(path: Path) -> Path:
     if aside.exists():
         shutil.rmtree(aside)
     return path.rename(aside)
-
-
-def _items(record: dict[str, Any], key: str) -> list[tuple[str, Any]]:
-    return list(record.get(key, {}).items())

@@ -91,7 +91,7 @@ class Saver:
             self.health.dropped, self.health.in_a_row = point.meta.get("dropped_updates", (0, 0))
             say(f"[init] resumed from {point.path} at step {first}")
         if self.is_main:
-            for parent in (self.dir.checkpoints, self.dir.exports):
+            for parent in (self.dir.checkpoints, self.dir.temporary, self.dir.exports):
                 parent.mkdir(parents=True, exist_ok=True)
             for parent in (self.dir.checkpoints, self.dir.temporary, self.dir.exports):
                 checkpoint.discard_leftovers(parent)
@@ -149,7 +149,10 @@ class Saver:
             aside = resume.set_aside(point.path)
             print(f"[init] passed over, now {aside}: {problem}", flush=True)
             try:
-                older = resume.find(self.run)[0]
+                older, broken = resume.find(self.run)
+                for path, reason in broken.items():
+                    aside = resume.set_aside(path)
+                    print(f"[init] passed over, now {aside}: {reason}", flush=True)
                 box = [older or f"no whole checkpoint is left ({problem})"]
             except CheckpointError as error:
                 box = [str(error)]
@@ -179,7 +182,8 @@ class Saver:
         final = step_dir(parent, label)
         started = time.monotonic()
         try:
-            self._require_space(self.model.num_parameters * CHECKPOINT_BYTES_PER_PARAMETER)
+            needed = self.model.num_parameters * CHECKPOINT_BYTES_PER_PARAMETER
+            self._require_space(parent, needed)
             size = checkpoint.save(
                 self.engine, final, meta=self._meta(label, temporary=temporary),
                 model_dir=self.model.directory, tokenizer_dir=self.source.tokenizer_dir,
@@ -187,6 +191,7 @@ class Saver:
             )  # fmt: skip
         except CheckpointError as error:
             self.failures_in_a_row += 1
+            self.last_save = time.monotonic()  # the timer's next moment is its whole time away
             if self.failures_in_a_row == MAX_FAILURES:
                 raise SavingFailed(
                     f"{MAX_FAILURES} checkpoints in a row failed, the last because: {error}: make "
@@ -231,24 +236,26 @@ class Saver:
                 f"it goes on after {self.saved} steps"
             )
 
-    def _require_space(self, needed: int) -> None:
-        """Raise CheckpointError on every rank unless rank 0's disk has `needed` bytes."""
-        free: list[int] = [0]
+    def _require_space(self, parent: Path, needed: int) -> None:
+        """Raise CheckpointError on every rank unless rank 0 finds `needed` bytes for `parent`."""
+        problem: list[str] = [""]
         if self.is_main:
-            free = [shutil.disk_usage(self.dir.root).free]
-        dist.broadcast_object_list(free, src=0, device=self.engine.device)
-        if free[0] < needed:
-            raise CheckpointError(
-                f"{self.dir.root} has {free[0] / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed"
-            )
+            try:
+                free = shutil.disk_usage(parent).free  # of where a link leads
+                if free < needed:
+                    left = f"{gigabytes(free)} free, {gigabytes(needed)} are needed"
+                    problem = [f"{parent} has {left}"]
+            except OSError as error:
+                problem = [f"{parent} cannot be looked at: {error.strerror}"]
+        dist.broadcast_object_list(problem, src=0, device=self.engine.device)
+        if problem[0]:
+            raise CheckpointError(problem[0])
 
     def _account(self, kind: str, path: Path, size: int, started: float) -> None:
         seconds = time.monotonic() - started
         self.seconds_saving += seconds
-        if kind == "checkpoint":
-            speed = size / 1e6 / max(seconds, 1e-9)
-            amount = f"{size / 1e9:.2f} GB, {speed:.0f} MB/s"
-            say(f"[checkpoint] wrote {path} in {seconds:.1f} s ({amount})")
+        speed = size / 1e6 / max(seconds, 1e-9)
+        say(f"[{kind}] wrote {path} in {seconds:.1f} s ({gigabytes(size)}, {speed:.0f} MB/s)")
 
     def _export_missing(self, label: int) -> bool:
         """Whether `label` should have an export and has none."""
@@ -263,19 +270,24 @@ class Saver:
         out = step_dir(self.dir.exports, label)
         started = time.monotonic()
         try:
-            self._require_space(self.model.num_parameters * BYTES[self.run.hf_export_dtype])
+            size = self.model.num_parameters * BYTES[self.run.hf_export_dtype]
+            self._require_space(self.dir.exports, size)
             export_live(
                 self.engine, out, dtype=self.run.hf_export_dtype, source=self.source,
                 barrier=self.barrier, interrupted=interrupted,
             )  # fmt: skip
         except CheckpointError as error:
             say(f"[export] FAILED: {error}; the training goes on")
-        self._account("export", out, 0, started)
+            return
+        self._account("export", out, size, started)
 
-    def report(self, seconds: float) -> None:
-        """Time lost to saving, and the exports that are missing with the command for each."""
+    def report_time(self, seconds: float) -> None:
+        """Time lost to saving in this part of the run."""
         share = self.seconds_saving / max(seconds, 1e-9)
         say(f"[done] saving and exporting took {self.seconds_saving:.1f} s, {share:.1%} of the run")
+
+    def report_missing(self) -> None:
+        """The exports that are missing, with the command for each."""
         if not self.is_main:
             return
         exported, saved = labels_in(self.dir.exports), labels_in(self.dir.checkpoints)
@@ -288,3 +300,8 @@ class Saver:
             how = f"ds-sft export --checkpoint {source} --out {out}"
             how = how if label in saved else "its checkpoint is gone too"
             print(f"[export] {out} is missing: {how}", flush=True)
+
+
+def gigabytes(size: int) -> str:
+    """Bytes as GB of 1e9, or as MB where that would read 0.00."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

@@ -11,11 +11,15 @@ save that is going on is worth more than the seconds. Leaves saving to `saver`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from ds_sft.run.lock import born
 
 EXIT_CODE = 75
 """Stopped after saving: start it again and it goes on (EX_TEMPFAIL of sysexits.h)."""
@@ -27,10 +31,7 @@ class Stopping:
     """The wish to stop of this process, and of all ranks."""
 
     def __init__(self, stop_file: Path) -> None:
-        """Take over the signals; a `stop` left by an earlier run is removed by rank 0.
-
-        Before the heavy imports, so that start-up can be stopped too.
-        """
+        """Take over the signals, before the heavy imports, so that start-up can be stopped too."""
         self._wished = 0  # by this process; set by a signal at any moment
         self._agreed = 0  # by all ranks
         self._stop_file = stop_file
@@ -39,9 +40,16 @@ class Stopping:
         self._ancestors = ancestors()
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
-        if os.environ.get("RANK", "0") == "0":
-            stop_file.unlink(missing_ok=True)
         self._group: Any = None
+
+    def forget_an_old_stop(self) -> None:
+        """Remove a `stop` that is older than this run; rank 0 calls it once it holds the lock.
+
+        One that was touched since the launcher began is a wish.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if self._stop_file.stat().st_mtime < started(self._ancestors):
+                self._stop_file.unlink()
 
     def use_group(self, group: Any) -> None:
         """The CPU group over which ranks agree from now on."""
@@ -53,7 +61,7 @@ class Stopping:
     def _wish(self, rank: int) -> int:
         if not self._wished and self._launched and ancestors() != self._ancestors:
             self._wished = REASONS.index("the launcher is gone")
-        if not self._wished and rank == 0 and self._stop_file.exists():
+        if not self._wished and rank == 0 and self._stop_file.is_file():
             self._wished = REASONS.index("the file `stop` appeared")
         return self._wished
 
@@ -85,6 +93,14 @@ class Stopping:
         """
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+
+
+def started(ancestry: tuple[int, int]) -> float:
+    """Seconds since the epoch at which this process or DeepSpeed's launcher began."""
+    launchers = ancestry if ancestry[1] else ()
+    ticks = [n for n in map(born, (os.getpid(), *launchers)) if n is not None]
+    boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return boot + min(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def ancestors() -> tuple[int, int]:

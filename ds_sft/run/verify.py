@@ -10,6 +10,7 @@ Leaves the formats themselves to the modules that own them.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,8 @@ from ds_sft.run import seal
 from ds_sft.run.atomic import PARTIAL_SUFFIX
 from ds_sft.run.hf_format import check_source, read_json_object
 from ds_sft.run.layout import RunDir, labels_in, step_dir
-from ds_sft.run.native import META_NAME, NativeCheckpoint, load_states, rank_files
+from ds_sft.run.marker import META_NAME
+from ds_sft.run.native import MASTERS, MOMENTS, NativeCheckpoint, load_states, rank_files
 from ds_sft.run.verify_export import verify_export
 
 
@@ -115,25 +117,26 @@ def verify_native(path: Path) -> list[str]:
         load_states(file)
     numel = 0
     for name in checkpoint.shapes:  # not the padding of the last rank, which DeepSpeed never writes
-        for piece in checkpoint.pieces(name):
-            numel += piece.numel()
-            if piece.numel() and not all(torch.isfinite(b) for b in torch.aminmax(piece)):
-                raise CheckpointError(f"{path}: the master of {name} is not finite")
-    label, completed = checkpoint.meta.get("label"), checkpoint.meta.get("completed")
-    if not isinstance(label, int) or completed != label + 1:
-        raise CheckpointError(
-            f"{path / META_NAME} has label={label!r} and completed={completed!r}: "
-            "completed must be label + 1"
-        )
+        numel += math.prod(checkpoint.shapes[name])
+        for kind in (MASTERS, *(MOMENTS if checkpoint.adam_step else ())):
+            if not all(map(_is_finite, checkpoint.pieces(name, kind))):
+                what = "the master" if kind == MASTERS else kind
+                raise CheckpointError(f"{path}: {what} of {name} is not finite")
+    completed = checkpoint.meta["completed"]
     check_source(checkpoint.export_source(keep_generation_config=False))
     return [
-        f"native checkpoint of label {label}, {completed} completed steps",
+        f"native checkpoint of label {completed - 1}, {completed} completed steps",
         f"files of {world_size} ranks: all there, all readable",
         *_verify_self(path / META_NAME, CheckpointError),
         *_verify_listed(path, META_NAME, files),
-        f"{len(checkpoint.shapes)} parameters, {numel:,} fp32 master values: complete, finite",
+        f"{len(checkpoint.shapes)} parameters, {numel:,} fp32 master values, and their moments: "
+        "complete, finite",
         "config, tokenizer and chat template for exports",
     ]
+
+
+def _is_finite(piece: torch.Tensor) -> bool:
+    return piece.numel() == 0 or all(torch.isfinite(bound) for bound in torch.aminmax(piece))
 
 
 def verify_packed(path: Path) -> list[str]:

@@ -1,9 +1,10 @@
 """Hangs: a step that takes too long, a rank that has gone silent.
 
-Owns a thread in each rank that beats through the launcher's key-value store and listens to the
-others' beats. Without it a rank would wait for a dead peer as long as a collective may take, and
-over pdsh nobody ends the other host's ranks. Invariants: a rank that has left in order is never
-missed; what ends the process is said with host and rank. Leaves wishes to stop to `stopping`.
+Owns two threads in each rank: one beats through the launcher's key-value store and listens to the
+others' beats, the other watches the clock, since the store itself may fall silent for ever. Without
+them a rank would wait for a dead peer as long as a collective may take, and over pdsh nobody ends
+the other host's ranks. Invariants: a rank that has left in order is never missed; what ends the
+process is said with host and rank. Leaves wishes to stop to `stopping`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ LEAVING_SECONDS = 10.0  # so long may the others take to end by the same error
 SLOWEST = 10.0  # times the median step
 SHORTEST_MINUTES = 30.0
 SURELY_STUCK_SECONDS = 60.0
+LONGEST_SECONDS = 1e9  # that the timer of the C library takes
 DONE, FAILED = "done", "failed"
 
 
@@ -49,11 +51,19 @@ class Peers:
         self._beats = [""] * world_size
         self._seen = [now] * world_size
 
-    def problem(self, beats: list[str], now: float) -> str:
-        """Why this rank has to leave; empty while every peer is alive or has left in order."""
+    def hear(self, beats: list[str], now: float) -> None:
+        """Take note of the beats that the store holds."""
         for rank, beat in enumerate(beats):
             if beat != self._beats[rank]:
                 self._beats[rank], self._seen[rank] = beat, now
+
+    def forgive(self, now: float) -> None:
+        """Count all silence from now on: this rank could not listen."""
+        self._seen = [now] * len(self._seen)
+
+    def problem(self, now: float) -> str:
+        """Why this rank has to leave; empty while every peer is alive or has left in order."""
+        for rank, beat in enumerate(self._beats):
             silence = now - self._seen[rank]
             if rank == self._me or beat == DONE:
                 continue
@@ -83,8 +93,9 @@ class Watch:
         self._beat()
         dist.barrier()  # everybody has a beat to be read
         self._peers = Peers(self._rank, self._world, time.monotonic())
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._clock = threading.Thread(target=self._watch, daemon=True)
+        self._clock.start()
 
     def __enter__(self) -> Watch:
         return self
@@ -93,7 +104,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join()
+        self._clock.join()
         with contextlib.suppress(Exception):  # the store's host may be gone, which is no news
             self._store.set(self._keys[self._rank], DONE if kind is None else FAILED)
 
@@ -104,7 +115,8 @@ class Watch:
         self._step = (step, start, start + limit)
         if math.isfinite(limit):
             # A hang that holds the interpreter stops the thread as well, but not this timer.
-            faulthandler.dump_traceback_later(limit + SURELY_STUCK_SECONDS, exit=True)
+            patience = min(limit, LONGEST_SECONDS) + SURELY_STUCK_SECONDS
+            faulthandler.dump_traceback_later(patience, exit=True)
         yield
         faulthandler.cancel_dump_traceback_later()
         self._step = None
@@ -114,24 +126,30 @@ class Watch:
         self._count += 1
         self._store.set(self._keys[self._rank], str(self._count))
 
-    def _run(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
-            try:
+    def _listen(self) -> None:
+        """Beat and listen. A store that does not answer makes every peer look silent."""
+        with contextlib.suppress(Exception):  # its host has ended: silence tells the clock
+            while not self._ended.wait(BEAT_SECONDS):
                 self._beat()
                 beats = [value.decode() for value in self._store.multi_get(self._keys)]
-            except Exception:
-                # Rank 0 keeps the store: it is gone, unless this rank is on its way out as well.
-                if not self._ended.wait(LEAVING_SECONDS):
-                    self._leave("rank 0 no longer answers")
-                return
+                self._peers.hear(beats, time.monotonic())
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._ended.wait(BEAT_SECONDS):
+            now = time.monotonic()
+            if now - last > 2 * BEAT_SECONDS:
+                self._peers.forgive(now)  # this process was stopped itself, and the beats go on
+            last = now
             if overdue := self._overdue():
                 self._tell(overdue)
                 # The others look at their clocks a beat later at most; then everybody has spoken.
                 time.sleep(2 * BEAT_SECONDS)
                 os._exit(1)
-            problem = self._peers.problem(beats, time.monotonic())
+            problem = self._peers.problem(now)
             if problem and not self._ended.is_set():
-                self._leave(problem)
+                self._tell(problem)
+                os._exit(1)
 
     def _overdue(self) -> str:
         if self._step is None or time.monotonic() < self._step[2]:
@@ -141,10 +159,6 @@ class Watch:
             f"step {step} has taken {(time.monotonic() - start) / 60:.1f} minutes, more than "
             f"{(deadline - start) / 60:.1f} (--step-timeout-minutes), its stack is above"
         )
-
-    def _leave(self, problem: str) -> None:
-        self._tell(problem)
-        os._exit(1)
 
     def _tell(self, problem: str) -> None:
         faulthandler.dump_traceback()

@@ -125,7 +125,7 @@ def test_a_checkpoint_from_elsewhere_cannot_run_code(
     cut_by_hand(tmp_path / "c", tensors, 1, [list(tensors)])
     file = tmp_path / "c" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": Trap()}, file)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="which could run code: it is not opened"):
         NativeCheckpoint.open(tmp_path / "c")
     assert not (tmp_path / "ran").exists()
 
@@ -135,7 +135,10 @@ def test_a_checkpoint_from_elsewhere_cannot_run_code(
     [
         (lambda c: (c / "meta.json").unlink(), "not written to its end"),
         (lambda c: (c / "meta.json").write_text('{"format": 9}'), "has format 9"),
-        (lambda c: (c / "meta.json").write_text('{"format": 1}'), "no valid world_size"),
+        (
+            lambda c: (c / "meta.json").write_text('{"format": 1, "completed": 1}'),
+            "no valid world_size",
+        ),
     ],
 )
 def test_a_bad_marker_is_refused(

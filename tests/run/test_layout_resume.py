@@ -30,7 +30,8 @@ def find(out: Path) -> resume.ResumePoint | None:
 
 
 def test_labels_are_numbers_and_partial_directories_are_none(tmp_path: Path) -> None:
-    for name in ("step-9", "step-10", "step-11.partial", "step-8.replaced", "step-x", "other"):
+    odd = ("step-0099", "step-٣٣", "step-x", "other")
+    for name in ("step-9", "step-10", "step-11.partial", "step-8.replaced", *odd):
         (tmp_path / name).mkdir()
     (tmp_path / "step-12").write_text("a file")
     assert labels_in(tmp_path) == [9, 10]
@@ -60,13 +61,32 @@ def test_what_has_no_marker_is_not_whole(tmp_path: Path) -> None:
     assert found.path == whole
 
 
+def spoilt(**changes: object) -> Callable[[Path], object]:
+    """Writes a marker with these fields changed."""
+    record = {"format": 1, "label": 6, "completed": 7, **changes}
+    return lambda directory: (directory / "meta.json").write_text(json.dumps(record))
+
+
 BROKEN = {
     "no JSON": (lambda d: (d / "meta.json").write_text("{"), r"step-6/meta\.json cannot be read"),
     "no object": (
         lambda d: (d / "meta.json").write_text("[]"),
         r"step-6/meta\.json cannot be read",
     ),
-    "no numbers": (lambda d: (d / "meta.json").write_text('{"completed": "x"}'), "cannot be read"),
+    "no numbers": (spoilt(completed="x"), r"cannot be read \(completed is 'x'\)"),
+    "endless": (spoilt(completed=float("inf")), "cannot be read"),
+    "before the start": (spoilt(completed=-5), r"completed is -5"),
+    "neither true nor false": (spoilt(completed=True), "completed is True"),
+    "deep": (lambda d: (d / "meta.json").write_text("[" * 200_000), "cannot be read"),
+    "another label": (spoilt(label=6, completed=9), "label is 6 and completed 9"),
+    "another name": (spoilt(label=2, completed=3), "step-6 holds label 2: rename it to step-2"),
+    "ranks": (spoilt(world_size=10**12), "world_size is 1000000000000"),
+    "a way out": (spoilt(files={"../../x": [1, "0"]}), "which is no file of the checkpoint"),
+    "a long name": (spoilt(files={"x" * 5000: [1, "0"]}), "which is no file of the checkpoint"),
+    "half a character": (spoilt(files={"\ud800": [1, "0"]}), "which is no file of the checkpoint"),
+    "endless size": (spoilt(files={"a": [float("inf"), "0"]}), "no size of a"),
+    "text for an object": (spoilt(model="x"), "model is no object"),
+    "text for a list": (spoilt(dropped_updates="xx"), "dropped_updates is 'xx'"),
     "no marker": (lambda d: (d / "meta.json").unlink(), r"step-6 has no meta\.json"),
     "missing file": (lambda d: (d / "a").unlink(), "step-6/a is missing"),
     "wrong size": (lambda d: (d / "a").write_text("abcd"), "a has 4 bytes, 3 were written"),

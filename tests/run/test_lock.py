@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ HOLDER += "RunLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)
 
 def write(path: Path, **changes: object) -> None:
     me = {
-        "host": socket.gethostname(),
+        "host": lock.here(),
         "pid": os.getpid(),
         "born": lock.born(os.getpid()),
         "beat": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,9 +72,12 @@ def test_a_wish_of_another_rank_is_everybodys(
 @pytest.mark.usefixtures("rank_0")
 def test_the_file_stops_the_run_and_one_from_before_does_not(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
+    os.utime(tmp_path / "stop", (time.time() - 3600, time.time() - 3600))
     stop = Stopping(tmp_path / "stop")
+    stop.forget_an_old_stop()
     assert not stop.agreed()
     (tmp_path / "stop").touch()
+    stop.forget_an_old_stop()  # touched since this process began: a wish
     assert stop.agreed()
     assert "stop" in stop.reason
 

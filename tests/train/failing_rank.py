@@ -35,9 +35,9 @@ def main(argv: list[str]) -> None:
         checkpoint.publish = full_disk
     elif (rank, where) == ("0", "export"):
         export.publish = full_disk
-    elif where == "silent":
+    elif where.startswith("silent"):
         watch.BEAT_SECONDS, watch.SILENT_SECONDS = 0.5, 6.0
-        if rank == "1":
+        if rank == where[-1]:
             after(step, "train_step", 3, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     elif (rank, where) == ("1", "signal in an export"):
         after(export, "_write_one", 3, lambda: signal.raise_signal(signal.SIGTERM))

@@ -1,8 +1,8 @@
 """A rank that stops responding, and a step that does not end: nobody waits for ever.
 
-In the first run rank 1 is frozen (SIGSTOP), so that neither it nor its heartbeat goes on; the
-limits are shortened from 45 s to 6. In the second one rank 1 sleeps inside a step, its heartbeat
-alive.
+In two runs a rank is frozen (SIGSTOP), so that neither it nor its heartbeat goes on, once rank 0,
+who keeps the store of the beats; the limits are shortened from 45 s to 6. In the third one rank 1
+sleeps inside a step, its heartbeat alive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def runs(
 ) -> dict[str, Result]:
     work = tmp_path_factory.mktemp("hangs")
     often = {"--num-train-steps": 9, "--steps-per-checkpoint": 2, "--steps-per-hf-export": 100}
-    changes = {"silent": {}, "hang": {"--step-timeout-minutes": 0.2}}
+    changes: dict = {"silent 1": {}, "silent 0": {}, "hang": {"--step-timeout-minutes": 0.2}}
     trainings = [
         Training(
             harness.flags(tiny_model, tiny_data, work / name, {**often, **extra}),
@@ -34,11 +34,13 @@ def runs(
 
 
 @pytest.mark.slow
-def test_a_rank_leaves_when_its_peer_goes_silent(runs: dict[str, Result]) -> None:
-    run = runs["silent"]
-    assert run.codes == [1, -9], run.text[-3000:]  # the frozen one is killed by its launcher
-    assert "error: rank 0 on host " in run.text
-    assert "leaves: rank 1 has been silent for " in run.text
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_rank_leaves_when_its_peer_goes_silent(runs: dict[str, Result], frozen: int) -> None:
+    run = runs[f"silent {frozen}"]
+    # The frozen one is killed by its launcher.
+    assert run.codes == ([-9, 1] if frozen == 0 else [1, -9]), run.text[-3000:]
+    assert f"error: rank {1 - frozen} on host " in run.text
+    assert f"leaves: rank {frozen} has been silent for " in run.text
     assert len(run.rows) == 3
     assert labels_in(run.out / "checkpoints") == [2]
 

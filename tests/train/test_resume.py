@@ -241,7 +241,7 @@ REFUSED = {
     },
     "--allow-change steps is no field": {"--allow-change": "steps"},
     "--resume none, but": {"--resume": "none"},
-    "has no meta.json": {"--resume": "nowhere/step-3"},
+    "step-3 is not a directory": {"--resume": "nowhere/step-3"},
 }  # fmt: skip
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import harness
 import psutil
 import pytest
-from harness import Running, Training, launch_many
+from harness import Result, Running, Training, launch_many
 
 from ds_sft.run.layout import labels_in
 
@@ -47,40 +48,59 @@ WAYS: dict[str, Callable[[Running, Path], None]] = {
 }
 
 
+@dataclass(frozen=True)
+class Stopped:
+    """A run that was stopped in one way and started again."""
+
+    saved: list[int]
+    """Labels of its temporary checkpoints, once it had left."""
+    finished: bool
+    """Whether it claimed to be finished then."""
+    again: Result
+    """The second start, to the end."""
+
+
 @pytest.fixture(scope="module")
-def straight(tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("straight") / "run"
-    done = harness.launch(2, *harness.flags(tiny_model, tiny_data, out, SLOW_STEPS))
-    assert done.returncode == 0, done.stdout[-3000:]
-    return out
+def straight_and_stopped(
+    tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Result, dict[str, Stopped]]:
+    """Each way needs a launcher of its own to be stopped; what goes on needs none."""
+    work = tmp_path_factory.mktemp("stopped")
+    left: dict[str, tuple[list[int], bool]] = {}
+    trainings = [Training(harness.flags(tiny_model, tiny_data, work / "straight", SLOW_STEPS))]
+    for number, (way, stop) in enumerate(WAYS.items()):
+        out = work / str(number)
+        words = harness.flags(tiny_model, tiny_data, out, SLOW_STEPS)
+        with Running(2, *words) as run:
+            run.wait_for("Progress on:train 3it")
+            ranks = ranks_of(run)
+            assert len(ranks) == 2
+            stop(run, out)
+            wait_until_gone(ranks)
+        left[way] = labels_in(out / "checkpoints-temp"), (out / "finished").exists()
+        trainings.append(Training(words))
+    straight, *again = launch_many(2, trainings, work)
+    assert straight.codes == [0, 0], straight.text[-3000:]
+    return straight, {
+        way: Stopped(*left[way], result) for way, result in zip(WAYS, again, strict=True)
+    }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_stopped_run_saves_leaves_soon_and_goes_on_bit_identically(
-    way: str, straight: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path
+    way: str, straight_and_stopped: tuple[Result, dict[str, Stopped]]
 ) -> None:
-    out = tmp_path / "run"
-    words = harness.flags(tiny_model, tiny_data, out, SLOW_STEPS)
-    with Running(2, *words) as run:
-        run.wait_for("Progress on:train 3it")
-        ranks = ranks_of(run)
-        assert len(ranks) == 2
-        WAYS[way](run, out)
-        wait_until_gone(ranks)
-    saved = labels_in(out / "checkpoints-temp")
-    assert len(saved) == 1
-    assert 2 <= saved[0] < 7
-    assert not (out / "finished").exists()
-    done = harness.launch(2, *words)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert (
-        f"resumed from {out}/checkpoints-temp/step-{saved[0]} at step {saved[0] + 1}" in done.stdout
-    )
+    straight, stopped = straight_and_stopped[0], straight_and_stopped[1][way]
+    (saved,) = stopped.saved
+    assert 2 <= saved < 7
+    assert not stopped.finished
+    again = stopped.again
+    assert again.codes == [0, 0], again.text[-3000:]
+    wanted = f"resumed from {again.out}/checkpoints-temp/step-{saved} at step {saved + 1}"
+    assert wanted in again.text
     for column in ("label", "loss", "lr", "grad_norm"):
-        assert [r[column] for r in harness.metrics(out)] == [
-            r[column] for r in harness.metrics(straight)
-        ]
-    got, want = (run_dir / "hf/step-7/model.safetensors" for run_dir in (out, straight))
+        assert again.column(column) == straight.column(column)
+    got, want = (run.out / "hf/step-7/model.safetensors" for run in (again, straight))
     assert got.read_bytes() == want.read_bytes()
 
 
