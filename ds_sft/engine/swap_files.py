@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ds_sft.data.model_files import ModelFiles
-from ds_sft.engine import aio
+from ds_sft.engine import aio, machine
 from ds_sft.errors import ConfigError
 
 PREFIX = "ds-sft-swap-"
@@ -32,7 +32,6 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 OPTIMIZER_BYTES = 16
 BUFFER_SIZE = 100_000_000  # DeepSpeed's, where the file says nothing
 IN_MEMORY = ("tmpfs", "ramfs")
-GPUS_OF_A_HOST = 8  # assumed by a plan; a launched run knows
 _LOCK = "lock"
 _held: list[TextIO] = []  # open for as long as the process lives
 
@@ -59,7 +58,7 @@ def check(ds_config: dict[str, Any], model: ModelFiles | None, world_size: int) 
 
     Without a `model` the sizes are left unchecked.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, GPUS_OF_A_HOST)))
+    here = machine.local_ranks(world_size)
     needed: dict[Path, int] = {}
     for name, path in paths(ds_config).items():
         _check_place(path)
