@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": "is a packed data set, a checkpoint or an export whole?",
     "reshard": "a native checkpoint -> one of another number of ranks",
     "inspect": "show one pack: what is trained, where documents end",
+    "doctor": "is this machine ready: compilers, operators, disks, memory, kernels?",
     "env": "write .deepspeed_env: the variables that workers on other hosts need",
 }
 _MAINS = {"plan": "ds_sft.plan", "train": "ds_sft.train"}
@@ -35,6 +36,7 @@ _FLAGS = {
     "export": ("ds_sft.run.commands", "ExportFlags", "export"),
     "verify": ("ds_sft.run.commands", "VerifyFlags", "verify"),
     "reshard": ("ds_sft.run.commands", "ReshardFlags", "reshard"),
+    "doctor": ("ds_sft.run.doctor", "DoctorFlags", "run"),
     "env": ("ds_sft.run.launch_env", "EnvFlags", "run"),
 }
 """Module, flags and function of the others."""

@@ -32,6 +32,7 @@ LIGHT = [
     "ds_sft.engine.config",
     "ds_sft.recipe.batching",
     "ds_sft.run.commands",
+    "ds_sft.run.doctor",
     "ds_sft.run.launch_env",
     "ds_sft.run.resume",
 ]

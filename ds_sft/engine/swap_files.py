@@ -61,13 +61,13 @@ def check(ds_config: dict[str, Any], model: ModelFiles | None, world_size: int) 
     here = machine.local_ranks(world_size)
     needed: dict[Path, int] = {}
     for name, path in paths(ds_config).items():
-        _check_place(path)
+        check_place(path)
         share = 0 if model is None else model.num_parameters * here // world_size
         needed[path] = needed.get(path, 0) + share * bytes_per_parameter(ds_config, name)
     if model is not None and "offload_param" in paths(ds_config):
         _check_buffers(ds_config["zero_optimization"]["offload_param"], model, world_size)
     for path, size in needed.items():
-        free = shutil.disk_usage(path).free + sum(map(_size, _abandoned(path)))
+        free = shutil.disk_usage(path).free + sum(map(size_of, abandoned(path)))
         if free < size:
             raise ConfigError(
                 f"nvme_path {path} has {free / 1e9:.1f} GB free, but {here} ranks of this host "
@@ -85,7 +85,8 @@ def _check_buffers(section: dict[str, Any], model: ModelFiles, world_size: int) 
         )
 
 
-def _check_place(path: Path) -> None:
+def check_place(path: Path) -> None:
+    """Raise ConfigError unless `path` is a directory on a disk that takes direct writes."""
     if not path.is_dir():
         raise ConfigError(
             f"nvme_path {path} is not a directory: name one on a local NVMe disk with --nvme-path"
@@ -147,7 +148,7 @@ def claim(ds_config: dict[str, Any]) -> dict[str, Any]:
 
 def _own_directory(path: Path) -> Path:
     with _only_one(path):
-        for directory in _abandoned(path):
+        for directory in abandoned(path):
             shutil.rmtree(directory, ignore_errors=True)
         rank = os.environ.get("RANK", "0")
         mine = Path(tempfile.mkdtemp(prefix=f"{PREFIX}rank{rank}-", dir=path))
@@ -169,7 +170,7 @@ def _only_one(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _abandoned(path: Path) -> list[Path]:
+def abandoned(path: Path) -> list[Path]:
     """Swap directories in `path` that no living process holds."""
     return [d for d in path.glob(f"{PREFIX}rank*") if d.is_dir() and not _is_held(d)]
 
@@ -185,7 +186,8 @@ def _is_held(directory: Path) -> bool:
     return False
 
 
-def _size(directory: Path) -> int:
+def size_of(directory: Path) -> int:
+    """Bytes on disk below `directory`."""
     size = 0
     for folder, _, names in os.walk(directory):  # which passes over what vanishes meanwhile
         for name in names:
