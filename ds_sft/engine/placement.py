@@ -106,6 +106,6 @@ def note_host_memory(
     advice = f": use {instead}" if instead else ""
     ranks = machine.local_ranks(world_size)
     return (
-        f"warning: {ranks} rank{'s' if ranks > 1 else ''} of this host offload "
-        f"{needed / 1e9:.1f} GB to host memory, the {whose} has {limit / 1e9:.1f} GB{advice}"
+        f"warning: offloading takes {needed / 1e9:.1f} GB of host memory (ranks of this host: "
+        f"{ranks}), the {whose} has {limit / 1e9:.1f} GB{advice}"
     )
