@@ -2,7 +2,7 @@
 
 Owns the budget of a run and the form of out-of-memory errors. Invariants: all ranks end a run over
 its budget at the same step, with the last completed one saved; the rank whose allocation failed is
-the one that speaks. Leaves the measuring to `engine.memory`, what would fit to `ds-sft fit`.
+the one that speaks. Leaves the measuring to `engine.used_memory`, what would fit to `ds-sft fit`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ds_sft.engine import memory, placement
+from ds_sft.engine import placement, used_memory
 from ds_sft.errors import OutOfMemory
 from ds_sft.flags import RunConfig
 from ds_sft.plan import Plan
@@ -29,13 +29,13 @@ _NAMES = {"gpu": "GPU", "host": "host", "cuda": "GPU or page-locked host"}
 def over_budget(run: RunConfig) -> bool:
     """Whether this rank's peak exceeds the budget by more than a tenth."""
     budget = run.memory_budget_gb
-    return budget > 0 and memory.peak_memory_gb() > TOLERANCE * budget
+    return budget > 0 and used_memory.peak_memory_gb() > TOLERANCE * budget
 
 
 def budget_error(plan: Plan) -> OutOfMemory:
     """The error that ends a run over its budget; every rank calls it."""
     peaks: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(peaks, memory.peak_memory_gb())
+    dist.all_gather_object(peaks, used_memory.peak_memory_gb())
     worst = max(range(len(peaks)), key=peaks.__getitem__)
     budget = plan.run.memory_budget_gb
     return OutOfMemory(
@@ -50,12 +50,12 @@ def in_one_line(plan: Plan) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        short = memory.ran_out(error)
+        short = used_memory.ran_out(error)
         if not short:
             raise
         reason = (str(error) or type(error).__name__).splitlines()[0].strip()
         message = (
-            f"out of {_NAMES[short]} memory: {memory.measured()} ({reason[:200].rstrip('.')}): "
+            f"out of {_NAMES[short]} memory: {used_memory.measured()} ({reason[:200].rstrip('.')}): "
             f"{what_to_try(plan, short)}"
         )
         rank = os.environ.get("RANK", "0")
@@ -68,7 +68,7 @@ def in_one_line(plan: Plan) -> Iterator[None]:
 def what_to_try(plan: Plan, short: str) -> str:
     """The next smaller setting, and the command that lists what fits.
 
-    `short` is what `memory.ran_out` says.
+    `short` is what `used_memory.ran_out` says.
     """
     run, batches = plan.run, plan.batches
     ways = []
