@@ -16,8 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from ds_sft.data.draws import Take
 from ds_sft.data.pipeline import Job, build_encoder, encode_files
-from ds_sft.data.records import LineReader, Rejected, parse_row
+from ds_sft.data.records import Rejected
+from ds_sft.data.rows import parse_row
+from ds_sft.data.sources import TextSource
 from ds_sft.data.template import ChatTemplate, read_template
 from ds_sft.data.tokenizer import load_backend, load_tokenizer, own_template, save_tokenizer
 
@@ -59,10 +62,12 @@ def measure(chats: Path, job: Job, work: Path, args: argparse.Namespace) -> None
     many = work / chats.name
     many.write_bytes(b"".join(lines) * repeats)
     template = ChatTemplate(job.template, job.special_tokens, job.template_name)
-    rows = [row for line in lines if not isinstance(row := parse_row(line), Rejected)]
+    parsed = [parse_row(line).result for line in lines]
+    rows = [row for row in parsed if not isinstance(row, Rejected)]
     texts = [template.render(row.messages, row.tools) for row in rows] * repeats
     backend, encoder = load_backend(job.tokenizer_file), build_encoder(job)
     alone, ours = [], []
+    cores = len(os.sched_getaffinity(0))
     for _ in range(args.rounds):
         started = time.monotonic()
         tokens = 0
@@ -71,7 +76,7 @@ def measure(chats: Path, job: Job, work: Path, args: argparse.Namespace) -> None
             tokens += sum(len(encoding) for encoding in batch)
         alone.append(tokens / (time.monotonic() - started))
         started = time.monotonic()
-        done = list(encode_files([LineReader(many)], job, encoder, len(os.sched_getaffinity(0))))
+        done = list(encode_files([Take(TextSource(many))], job, encoder, cores))
         seconds = time.monotonic() - started
         ours.append(sum(len(chunk.tokens) for chunk in done) / seconds)
         del done

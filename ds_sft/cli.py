@@ -18,13 +18,13 @@ from typing import NoReturn
 from ds_sft.errors import ConfigError, DsSftError
 
 COMMANDS = {
-    "prepare": "chats in JSON lines -> a packed data set",
+    "prepare": "chats of every usual shape -> a packed data set",
     "plan": "what a run will do, need and refuse, without a GPU",
     "train": "train on this host's environment; `deepspeed --module ds_sft.train` starts all ranks",
     "export": "a native checkpoint -> a Hugging Face model directory",
     "verify": "is a packed data set, a checkpoint or an export whole?",
     "reshard": "a native checkpoint -> one of another number of ranks",
-    "inspect": "show one pack: what is trained, where documents end",
+    "inspect": "look into a data set: packs, documents, a text, rejected rows, plots",
     "doctor": "is this machine ready: compilers, operators, disks, memory, kernels?",
     "env": "write .deepspeed_env: the variables that workers on other hosts need",
 }
@@ -77,11 +77,12 @@ def _run(command: str, argv: list[str]) -> None:
     if command in _MAINS:
         importlib.import_module(_MAINS[command]).main(argv)
     elif command in _FLAGS:
-        from ds_sft.flags import parse_flags
+        from ds_sft.flags import parse_flags, parse_with_preset
 
         name, flags, function = _FLAGS[command]
         module = importlib.import_module(name)
-        parsed: object = parse_flags(getattr(module, flags), argv, f"ds-sft {command}")
+        parse = parse_with_preset if command == "prepare" else parse_flags
+        parsed: object = parse(getattr(module, flags), argv, f"ds-sft {command}")
         getattr(module, function)(parsed)
     else:
         near = difflib.get_close_matches(command, COMMANDS, n=1)

@@ -12,7 +12,7 @@ import dataclasses
 import io
 import re
 import tomllib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -183,24 +183,33 @@ def parse_with_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
     epochs = _peek(argv, "--epochs")
     if steps and epochs:
         raise ConfigError(f"--epochs {epochs} and --num-train-steps {steps} exclude each other")
-    preset = _peek(argv, "--preset") or ""
-    # The last of several values counts, so what was given goes behind what the preset says.
-    words = preset_words(presets.of_training(preset), without={"epochs"} if steps else set())
     defaults = {"run": tyro.MISSING_NONPROP, "science": base}
+    words = preset_words(argv, presets.of_training, without={"epochs"} if steps else set())
     parsed: Any = parse_flags(cls, [*words, *argv], prog, defaults=defaults)
-    if not preset:
-        return parsed  # type: ignore[no-any-return]
     chosen = {**dataclasses.asdict(parsed.run), **dataclasses.asdict(parsed.science)}
-    recipe = dataclasses.asdict(base)
-    origins = presets.origins(preset, given_flags(argv), chosen, recipe)
+    recipe = {field.name for field in dataclasses.fields(base)}
+    origins = presets.origins(parsed.run.preset, given_flags(argv), chosen, recipe)
     run = dataclasses.replace(parsed.run, preset_origins=origins)
     return dataclasses.replace(parsed, run=run)  # type: ignore[no-any-return]
 
 
-def preset_words(fields: Mapping[str, object], without: Set[str] = frozenset()) -> list[str]:
-    """The fields of a preset as words of a command line."""
+def parse_with_preset(cls: type[T], argv: Sequence[str], prog: str) -> T:
+    """Parse the flags of `prepare`, which has presets and no recipe."""
+    words = preset_words(argv, presets.of_prepare)
+    parsed: Any = parse_flags(cls, [*words, *argv], prog)
+    given = given_flags(argv)
+    origins = presets.origins(parsed.preset, given, dataclasses.asdict(parsed), set())
+    return dataclasses.replace(parsed, preset_origins=origins)  # type: ignore[no-any-return]
+
+
+def preset_words(
+    argv: Sequence[str],
+    fields_of: Callable[[str], Mapping[str, object]],
+    without: Set[str] = frozenset(),
+) -> list[str]:
+    """The fields of the preset in `argv` as words to put before it: the last value counts."""
     words: list[str] = []
-    for name, value in fields.items():
+    for name, value in fields_of(_peek(argv, "--preset") or "").items():
         if name not in without:
             words.append(f"--{name.replace('_', '-')}")
             words += [] if value is True else [str(value)]

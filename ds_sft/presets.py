@@ -12,7 +12,7 @@ Budgets are 1e9 bytes and leave room for the tenth by which a run may exceed one
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +69,17 @@ def of_prepare(name: str) -> dict[str, object]:
 
 
 def origins(
-    name: str,
-    given: set[str],
-    chosen: Mapping[str, Any],
-    recipe: Mapping[str, Any],
+    name: str, given: Set[str], chosen: Mapping[str, Any], recipe: Set[str]
 ) -> tuple[str, ...]:
     """Where each field that some preset decides has its value from: `flag=value (from ...)`.
 
-    `given` are the fields named on the command line, `chosen` and `recipe` the fields of training
-    and of the recipe in it.
+    `given` are the fields named on the command line, `chosen` all fields of the command with their
+    values, `recipe` the names of those that a recipe has. Empty without a preset.
     """
-    preset = of_training(name)
-    fields = dict.fromkeys(f for p in PRESETS for f in of_training(p))
+    preset = preset_named(name)
+    fields = dict.fromkeys(f for p in PRESETS.values() for f in p if f in chosen)
     said = []
-    for field in fields:
+    for field in fields if preset else ():
         if field in given:
             source = "flag"
         elif field in preset and preset[field] == chosen[field]:
@@ -123,9 +120,7 @@ def _prepare_command(name: str, data: Path, manifest: Mapping[str, Any]) -> str:
     """The command that packs the same sources to the preset's length."""
     sources = manifest.get("sources") or []
     paths = [str(s["path"]) for s in sources if isinstance(s, Mapping) and "path" in s]
-    words = ["ds-sft", "prepare", "--input", *(paths or ["chats.jsonl"])]
+    words = ["ds-sft", "prepare", "--preset", name, "--input", *(paths or ["chats.jsonl"])]
     words += ["--tokenizer", str(manifest.get("tokenizer") or "ID")]
-    for field, value in of_prepare(name).items():
-        words += [f"--{field.replace('_', '-')}", str(value)]
     length = preset_named(name)["max_seq_len"]
     return shlex.join([*words, "--out", f"{data}-{length}"])

@@ -10,9 +10,10 @@ import pytest
 from harness import ROOT
 
 from ds_sft import presets
+from ds_sft.data.prepare import PrepareFlags
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.errors import ConfigError
-from ds_sft.flags import RunConfig, parse_train, preset_words
+from ds_sft.flags import RunConfig, parse_train, parse_with_preset, preset_words
 from ds_sft.recipe.recipe import RECIPES, Recipe
 
 DATA = ["--data", "d"]
@@ -121,6 +122,26 @@ def test_the_smoke_run_is_marked_and_the_others_are_not() -> None:
     assert presets.describe("smoke-12gb", ())[1].startswith("NOT FOR PUBLISHING: ")
 
 
+def prepare_flags(*words: str) -> PrepareFlags:
+    argv = ["--input", "a.jsonl", "--tokenizer", "t", "--out", "o", *words]
+    return parse_with_preset(PrepareFlags, argv, "ds-sft prepare")
+
+
+def test_prepare_takes_the_length_and_the_rows_of_the_preset() -> None:
+    flags = prepare_flags("--preset", "smoke-12gb")
+    assert (flags.max_seq_len, flags.max_samples) == (2048, 1000)
+    assert flags.preset_origins == (
+        "max-seq-len=2048 (from preset)", "max-samples=1000 (from preset)"
+    )  # fmt: skip
+    flags = prepare_flags("--max-samples", "0", "--preset", "smoke-12gb", "--max-seq-len=64")
+    assert (flags.max_seq_len, flags.max_samples) == (64, 0)
+    assert "max-samples=0 (from flag)" in flags.preset_origins
+    assert prepare_flags("--preset", "24gb").max_samples == 0
+    assert prepare_flags().preset_origins == ()
+    with pytest.raises(ConfigError, match="--preset 1gb is not known"):
+        prepare_flags("--preset", "1gb")
+
+
 @pytest.mark.parametrize("word", ["2gb", "12gb", "SMOKE-12GB", "24gb "])
 def test_an_unknown_preset_is_refused_with_the_known_ones(word: str) -> None:
     with pytest.raises(ConfigError, match=f"--preset {word} is not known: use smoke-12gb, 16gb"):
@@ -133,7 +154,8 @@ def test_where_values_are_from_cannot_be_given() -> None:
 
 
 def test_a_true_of_a_preset_is_a_bare_flag() -> None:
-    words = preset_words({"allow_idle": True, "loss_chunk_size": 8, "left": 1}, without={"left"})
+    fields = {"allow_idle": True, "loss_chunk_size": 8, "left": 1}
+    words = preset_words(["--preset", "x"], lambda name: fields, without={"left"})
     assert words == ["--allow-idle", "--loss-chunk-size", "8"]
     assert parse_train([*DATA, *words])[0].allow_idle
 
@@ -163,8 +185,7 @@ def test_packs_longer_than_the_preset_are_refused_with_the_command_to_run(
     with pytest.raises(ConfigError) as caught:
         presets.check_length("smoke-12gb", 32768, Path("data/x"), manifest)
     message = str(caught.value)
-    assert f"`ds-sft prepare {words}--max-seq-len 2048 " in message
-    assert "--out data/x-2048`" in message
+    assert f"`ds-sft prepare --preset smoke-12gb {words}--out data/x-2048`" in message
     assert "leave the preset out" in message
 
 

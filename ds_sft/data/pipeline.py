@@ -1,10 +1,11 @@
-"""Chat files -> documents, on all cores, in order, in bounded memory.
+"""Rows of sources -> documents, on all cores, in order, in bounded memory.
 
-Lines go to the workers in chunks as raw bytes; a worker parses, renders, tokenizes, masks and cuts,
+Rows go to the workers in chunks as raw bytes; a worker parses, renders, tokenizes, masks and cuts,
 and sends back flat arrays. Results come out in the order of the input whatever the number of
 workers, and at most a few chunks per worker are in flight. A worker ends when its parent is gone.
 
-Left to others: what a document is (`records`, `chat`), placing it into a pack (`prepare`).
+Left to others: the chunks (`chunks`), what a document is (`rows`, `chat`), placing documents into
+packs (`packs`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -27,14 +29,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_sft.data.chat import ChatEncoder, Document
-from ds_sft.data.packing import Overlong, cut
-from ds_sft.data.records import Conversation, LineReader, Rejected, parse_row
+from ds_sft.data.chunks import Chunk, chunks
+from ds_sft.data.draws import Take
+from ds_sft.data.packing import Overlong, pieces
+from ds_sft.data.records import Conversation, Rejected
+from ds_sft.data.rows import ANY, Reading, parse_row
 from ds_sft.data.template import ChatTemplate
+from ds_sft.data.thinking import Thinking
 from ds_sft.data.tokenizer import load_backend
+from ds_sft.data.turns import OnRewrite, TrainOn
 from ds_sft.errors import DataError
 
-CHUNK_ROWS = 256
-CHUNK_BYTES = 2**20
 CHUNKS_PER_WORKER = 3
 SMALL_INPUT_BYTES = 2**20
 """Below this, starting workers takes longer than the work."""
@@ -56,128 +61,182 @@ class Job:
     """Tokens in a pack."""
     overlong: Overlong
     """What happens to a longer document; `raise` leaves it whole for the caller to report."""
+    reading: Reading = ANY
+    """How rows are read."""
+    train_on: TrainOn = "assistant"
+    """Which turns are trained."""
+    thinking: Thinking = "keep"
+    """What becomes of reasoning."""
+    on_rewrite: OnRewrite = "split"
+    """What becomes of a conversation that the template renders otherwise as it goes on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive lines of one file."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """Tokens of an accepted row that no pack takes."""
 
-    source: int
-    lines: list[tuple[int, bytes | None]]
-    num_bytes: int
+    place: int
+    """Line or row number in its source."""
+    num_tokens: int
+    reason: str
+    """A slug under which such tokens are counted."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Encoded:
-    """The documents of one chunk, in order, and the rows that are none."""
+    """The documents of one chunk, in order, and the rows that are none.
+
+    A row may be several documents, and a document cut into several pieces is as many documents.
+    """
 
     source: int
     """Index of the file."""
     num_bytes: int
     """Size of the chunk in the file, for the progress bar."""
-    lines: list[int]
-    """Line of each document."""
+    num_accepted: int
+    """Rows that were not rejected."""
+    places: list[int]
+    """Line or row number of each document."""
     full_lengths: list[int]
-    """Tokens of each document before cutting."""
+    """Tokens of each document before cutting; of a piece, the tokens of the piece."""
     kept_lengths: list[int]
-    """Tokens of each document after cutting; 0 if it is dropped."""
+    """Tokens of each document after cutting; 0 if it is dropped as overlong."""
     tokens: npt.NDArray[np.int32]
     """The kept tokens of all documents, end to end."""
     assistant_mask: npt.NDArray[np.uint8]
     """Their mask."""
+    dropped: list[Dropped]
+    """What is left out for a reason other than its length; has no place among the documents."""
     rejected: list[tuple[int, Rejected]]
-    """Line and reason of each rejected row."""
+    """Place and reason of each rejected row."""
+    num_tokens: int = 0
+    """Tokens of the accepted rows before anything was cut or dropped."""
+    hashes: list[tuple[int, bytes]] = field(default_factory=list)
+    """Place of each accepted row, and 16 bytes that tell rows apart: of its tokens and mask."""
+    shapes: dict[str, int] = field(default_factory=dict)
+    """Rows by the shape that they were read as."""
 
 
 def build_encoder(job: Job) -> ChatEncoder:
     """Raises DataError if the template is unusable."""
     template = ChatTemplate(job.template, job.special_tokens, job.template_name)
-    return ChatEncoder(template, load_backend(job.tokenizer_file))
+    return ChatEncoder(
+        template,
+        load_backend(job.tokenizer_file),
+        train_on=job.train_on,
+        thinking=job.thinking,
+        on_rewrite=job.on_rewrite,
+    )
 
 
 def encode_files(
-    readers: Sequence[LineReader], job: Job, encoder: ChatEncoder, num_workers: int
+    takes: Sequence[Take], job: Job, encoder: ChatEncoder, num_workers: int
 ) -> Iterator[Encoded]:
-    """Encode every line of every file, in order. Raises DataError for a file that cannot be read.
+    """Encode every row taken, in order. Raises DataError for a file that cannot be read.
 
     Short input is encoded with `encoder` in this process, whatever `num_workers` says.
     """
-    total = sum(_size(reader.path) for reader in readers)
+    total = sum(take.source.text_size for take in takes)
     if num_workers == 1 or total < SMALL_INPUT_BYTES:
-        for chunk in _chunks(readers):
+        for chunk in chunks(takes):
             yield _encode(chunk, job, encoder)
         return
-    yield from _encode_in_parallel(readers, job, encoder, num_workers)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _chunks(readers: Sequence[LineReader]) -> Iterator[Chunk]:
-    for source, reader in enumerate(readers):
-        lines: list[tuple[int, bytes | None]] = []
-        done = size = 0
-        for line in reader:
-            lines.append(line)
-            size += len(line[1] or b"")
-            if len(lines) == CHUNK_ROWS or size >= CHUNK_BYTES:
-                yield Chunk(source, lines, reader.num_bytes - done)
-                lines, size, done = [], 0, reader.num_bytes
-        if lines:
-            yield Chunk(source, lines, reader.num_bytes - done)
+    yield from _encode_in_parallel(takes, job, encoder, num_workers)
 
 
 def _encode(chunk: Chunk, job: Job, encoder: ChatEncoder) -> Encoded:
     rejected: list[tuple[int, Rejected]] = []
-    rows: list[Conversation] = []
-    places: list[int] = []
-    for number, line in chunk.lines:
-        row = parse_row(line)
-        if isinstance(row, Rejected):
-            rejected.append((number, row))
+    conversations: list[Conversation] = []
+    numbers: list[int] = []
+    shapes: dict[str, int] = {}
+    for number, row in zip(chunk.places, chunk.raw_rows(), strict=True):
+        parsed = parse_row(row, job.reading)
+        shapes[parsed.shape] = shapes.get(parsed.shape, 0) + 1
+        if isinstance(parsed.result, Rejected):
+            rejected.append((number, parsed.result))
         else:
-            rows.append(row)
-            places.append(number)
-    lines: list[int] = []
-    full: list[int] = []
-    tokens: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
-    masks: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)]
-    for number, result in zip(places, encoder.encode(rows), strict=True):
-        document = result if isinstance(result, Rejected) else _cut(result, job)
-        if isinstance(document, Rejected):
-            rejected.append((number, document))
+            conversations.append(parsed.result)
+            numbers.append(number)
+    cut = _Cut(job)
+    hashes: list[tuple[int, bytes]] = []
+    num_tokens = 0
+    for number, result in zip(numbers, encoder.encode(conversations), strict=True):
+        if isinstance(result, Rejected):
+            rejected.append((number, result))
             continue
-        lines.append(number)
-        full.append(len(result.tokens) if isinstance(result, Document) else 0)
-        tokens.append(document.tokens)
-        masks.append(document.assistant_mask)
+        hashes.append((number, _hash(result)))
+        for document in result:
+            num_tokens += len(document.tokens)
+            cut.add(number, document)
     return Encoded(
         source=chunk.source,
         num_bytes=chunk.num_bytes,
-        lines=lines,
-        full_lengths=full,
-        kept_lengths=[len(kept) for kept in tokens[1:]],
-        tokens=np.concatenate(tokens),
-        assistant_mask=np.concatenate(masks),
+        num_accepted=len(hashes),
+        places=cut.places,
+        full_lengths=cut.full_lengths,
+        kept_lengths=[len(kept) for kept in cut.tokens[1:]],
+        tokens=np.concatenate(cut.tokens),
+        assistant_mask=np.concatenate(cut.masks),
+        dropped=cut.dropped,
         rejected=sorted(rejected, key=lambda item: item[0]),
+        num_tokens=num_tokens,
+        hashes=hashes,
+        shapes=shapes,
     )
 
 
-def _cut(document: Document, job: Job) -> Document | Rejected:
-    """Cut an overlong document; one that then has no trained token would train nothing."""
-    length = len(document.tokens)
-    if length <= job.max_seq_len or job.overlong == "raise":
-        return document
-    kept = cut(length, job.max_seq_len, job.overlong)
-    mask = document.assistant_mask[kept]
-    if len(mask) and not mask[1:].any():
-        detail = f"cut from {length} to {job.max_seq_len} tokens: raise --max-seq-len"
-        return Rejected(reason="no_trained_token", detail=detail)
-    return Document(document.tokens[kept], mask)
+def _hash(documents: Sequence[Document]) -> bytes:
+    """What tells one row from another: the tokens of its documents, and which are trained."""
+    digest = blake2b(digest_size=16)
+    for document in documents:
+        digest.update(len(document.tokens).to_bytes(8, "little"))
+        digest.update(document.tokens.tobytes())
+        digest.update(document.assistant_mask.tobytes())
+    return digest.digest()
+
+
+class _Cut:
+    """Collects the documents of a chunk, each cut to the length of a pack."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.places: list[int] = []
+        self.full_lengths: list[int] = []
+        self.tokens: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
+        self.masks: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)]
+        self.dropped: list[Dropped] = []
+
+    def add(self, place: int, document: Document) -> None:
+        length = len(document.tokens)
+        if length <= self._job.max_seq_len or self._job.overlong == "raise":
+            self._take(place, length, document.tokens, document.assistant_mask)
+            return
+        cuts = pieces(length, self._job.max_seq_len, self._job.overlong)
+        if not cuts:
+            self._take(place, length, document.tokens[:0], document.assistant_mask[:0])
+        for piece in cuts:
+            tokens, mask = document.tokens[piece], document.assistant_mask[piece]
+            full = length if len(cuts) == 1 else len(tokens)
+            if self._job.overlong == "split" and piece.start > 0:
+                # In a pack the last token of the document before it would learn to predict it.
+                mask = np.concatenate([np.zeros(1, np.uint8), mask[1:]])
+            if mask[1:].any():
+                self._take(place, full, tokens, mask)
+            else:
+                dropped = Dropped(place=place, num_tokens=full, reason="no_trained_token_after_cut")
+                self.dropped.append(dropped)
+
+    def _take(
+        self,
+        place: int,
+        full: int,
+        tokens: npt.NDArray[np.int32],
+        mask: npt.NDArray[np.uint8],
+    ) -> None:
+        self.places.append(place)
+        self.full_lengths.append(full)
+        self.tokens.append(tokens)
+        self.masks.append(mask)
 
 
 # --- worker processes ---
@@ -218,7 +277,7 @@ def _encode_in_worker(chunk: Chunk) -> Encoded:
 
 
 def _encode_in_parallel(
-    readers: Sequence[LineReader], job: Job, encoder: ChatEncoder, num_workers: int
+    takes: Sequence[Take], job: Job, encoder: ChatEncoder, num_workers: int
 ) -> Iterator[Encoded]:
     global _worker
     _worker = (job, encoder)
@@ -226,7 +285,7 @@ def _encode_in_parallel(
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(job,))
     pending: deque[Future[Any]] = deque()
     try:
-        for chunk in _chunks(readers):
+        for chunk in chunks(takes):
             pending.append(pool.submit(_encode_in_worker, chunk))
             if len(pending) >= CHUNKS_PER_WORKER * num_workers:
                 yield pending.popleft().result()

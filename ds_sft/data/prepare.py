@@ -1,218 +1,246 @@
-"""`ds-sft prepare`: chat files -> a packed data set.
+"""`ds-sft prepare`: chats -> a packed data set, and its validation part.
 
-Owns the command: its flags and the order of things. One pass, documents written as they come; the
-same bytes for any number of workers.
+Owns the order of things. One pass over each part, documents written as they come; the same bytes
+for any number of workers.
 
 Invariants: every row read is either in a pack, dropped or rejected, and counted as such; tokens of
-accepted documents = packed + cut + dropped. Nothing is under `--out` until all of it is on disk.
-Left to others: rows (`records`), masks (`chat`), packs (`packing`), files (`packed`).
+accepted documents = packed + cut + dropped, which is checked before anything takes its name.
+Nothing is under `--out` until all of it, the validation part too, is on disk.
+Left to others: flags (`prepare_flags`), which rows (`inputs`, `draws`), what they hold (`rows`),
+masks (`chat`), packs (`packs`), files (`packed_writer`).
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ds_sft.data.packed import Array
+from ds_sft.data.chat import ChatEncoder
+from ds_sft.data.draws import Draw, Take, must_count, plan
+from ds_sft.data.duplicates import Duplicates
+from ds_sft.data.inputs import Tables, open_inputs
+from ds_sft.data.packed import MANIFEST, TOKENIZER_DIR, VALIDATION_DIR, file_sha256
 from ds_sft.data.packed_writer import PackedWriter
-from ds_sft.data.packing import LEVANTER_MAX_DOCS, NextFit, overlong_message
-from ds_sft.data.pipeline import Encoded, Job, build_encoder, encode_files
-from ds_sft.data.records import LineReader
-from ds_sft.data.report import Counts, print_report, refuse_bad_input
+from ds_sft.data.packing import LEVANTER_MAX_DOCS
+from ds_sft.data.packs import Packs
+from ds_sft.data.pipeline import Job, build_encoder, encode_files
+from ds_sft.data.prepare_flags import PrepareFlags as PrepareFlags
+from ds_sft.data.report import Counts, print_report, print_statistics, refuse_bad_input
+from ds_sft.data.rows import Reading
 from ds_sft.data.template import SHIPPED, read_template
-from ds_sft.data.tokenizer import load_tokenizer, own_template, save_tokenizer, tokenizer_hash
-from ds_sft.errors import ConfigError, DataError
+from ds_sft.data.tokenizer import (
+    borrowed_template,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_hash,
+)
+from ds_sft.errors import DataError
+from ds_sft.presets import describe
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-MAX_SEQ_LEN = 2**24
+def run(flags: PrepareFlags) -> None:
+    """The command. Raises DataError or ConfigError; then nothing is left under `--out`."""
+    try:
+        if flags.stats_only or flags.out is None:
+            with tempfile.TemporaryDirectory() as work:
+                _prepare(flags, None, Path(work))
+            return
+        with PackedWriter(flags.out, flags.max_seq_len, replace=flags.force) as writer:
+            _prepare(flags, writer, writer.partial)
+    except OSError as error:
+        what = "temporary files" if flags.stats_only else f"--out {flags.out}"
+        where = f"{error.filename}: " if error.filename else ""
+        raise DataError(f"{what} cannot be written ({where}{error.strerror})") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareFlags:
-    """Turn chats (JSON lines with OpenAI `messages`) into a packed data set."""
+class _Run:
+    """What both parts share."""
 
-    input: tuple[Path, ...]
-    """Files of JSON lines, read in this order."""
-    tokenizer: str
-    """Tokenizer: a directory, or a model's id on the Hub."""
-    out: Path
-    """Directory to write; appears only when it is whole."""
-    max_seq_len: int = 32768
-    """Length of a pack in tokens."""
-    chat_template: str = ""
-    """`qwen3` (the shipped training template) or a FILE; empty: the tokenizer's own."""
-    overlong: Literal["raise", "left", "right", "drop"] = "left"
-    """Documents longer than a pack: an error, keep the first tokens, keep the last, or drop."""
-    max_docs_per_pack: int = LEVANTER_MAX_DOCS
-    """Most documents in one pack."""
-    max_rejected: float = 0.01
-    """Largest share of rows that may be unusable, 0 to 1; above it nothing is written."""
-    workers: int = 0
-    """Processes; 0: one per core."""
-    force: bool = False
-    """Replace an existing --out."""
-
-    def __post_init__(self) -> None:
-        checks = [
-            (len(self.input) > 0, "--input names no file: give at least one"),
-            (
-                2 <= self.max_seq_len <= MAX_SEQ_LEN,
-                f"--max-seq-len {self.max_seq_len}: must be from 2 to {MAX_SEQ_LEN}",
-            ),
-            (
-                self.max_docs_per_pack >= 1,
-                f"--max-docs-per-pack {self.max_docs_per_pack}: must be at least 1",
-            ),
-            (
-                0 <= self.max_rejected <= 1,
-                f"--max-rejected {self.max_rejected}: must be a share from 0 to 1",
-            ),
-            (self.workers >= 0, f"--workers {self.workers}: must be 0 (all cores) or more"),
-        ]
-        for holds, message in checks:
-            if not holds:
-                raise ConfigError(message)
+    flags: PrepareFlags
+    console: Console
+    job: Job
+    encoder: ChatEncoder
+    duplicates: Duplicates
+    facts: dict[str, Any]
+    """What the manifests of both parts say of the tokenizer, the template and the flags."""
 
 
-def run(flags: PrepareFlags) -> None:
-    """The command. Raises DataError or ConfigError; then nothing is left under `--out`."""
-    readers = [LineReader(path) for path in flags.input]
-    for path in flags.input:
-        if not path.is_file():
-            raise DataError(f"--input {path} is not a file: check the name")
-    try:
-        with PackedWriter(flags.out, flags.max_seq_len, replace=flags.force) as writer:
-            _prepare(flags, readers, writer)
-    except OSError as error:
-        where = error.filename or flags.out
-        raise DataError(
-            f"--out {flags.out} cannot be written ({where}: {error.strerror})"
-        ) from None
+def _prepare(flags: PrepareFlags, writer: PackedWriter | None, work: Path) -> None:
+    how = Tables(split=flags.split, subset=flags.subset, columns=frozenset(flags.columns.values()))
+    inputs = open_inputs(flags.inputs, how)
+    held_out = open_inputs(flags.validation_inputs, how, "--validation-input")
+    run = _start(flags, work / TOKENIZER_DIR)
+    draw = Draw(
+        seed=flags.seed,
+        validation_fraction=flags.validation_fraction,
+        max_samples=flags.max_samples,
+    )
+    if must_count([*inputs, *held_out], draw):
+        run.console.print("counting the rows, for the draw")
+    train, validation = plan(inputs, held_out, draw)
+    more: dict[str, Any] = {}
+    if validation:  # first, so that --drop-duplicates takes its rows out of the training part
+        more["validation"] = _validation_part(run, validation, writer)
+        if writer is not None:
+            held = writer.partial / VALIDATION_DIR / MANIFEST
+            more["validation_sha256"] = file_sha256(held)
+    _part(run, train, writer, ", ".join(flags.inputs), more)
+    if flags.out is not None and writer is not None:
+        run.console.print(f"wrote {flags.out}", markup=False)
 
 
-def _prepare(flags: PrepareFlags, readers: list[LineReader], writer: PackedWriter) -> None:
+def _start(flags: PrepareFlags, tokenizer_dir: Path) -> _Run:
+    """Load and store the tokenizer, and say what the template will not do."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
+    for line in describe(flags.preset, flags.preset_origins):
+        console.print(line, markup=False)
     tokenizer = load_tokenizer(flags.tokenizer)
-    template = (
-        read_template(flags.chat_template)
-        if flags.chat_template
-        else own_template(tokenizer, flags.tokenizer)
-    )
-    save_tokenizer(tokenizer, template, writer.tokenizer_dir)
+    if flags.chat_template:
+        template, name, donor = read_template(flags.chat_template), flags.chat_template, ""
+    else:
+        borrowed = borrowed_template(tokenizer, flags.tokenizer, flags.chat_template_from)
+        template, donor = borrowed.template, borrowed.donor
+        name = f"of {donor}"
+        if borrowed.reason:
+            console.print(borrowed.reason, markup=False)
+    save_tokenizer(tokenizer, template, tokenizer_dir)
     job = Job(
-        tokenizer_file=writer.tokenizer_dir / "tokenizer.json",
+        tokenizer_file=tokenizer_dir / "tokenizer.json",
         template=template,
-        template_name=flags.chat_template or f"of {flags.tokenizer}",
+        template_name=name,
         special_tokens=tokenizer.special_tokens_map,
         max_seq_len=flags.max_seq_len,
         overlong=flags.overlong,
+        reading=Reading(flags.shape, flags.columns, flags.max_chars),
+        train_on=flags.train_on,
+        thinking=flags.thinking,
+        on_rewrite=flags.on_rewrite,
     )
-    encoder = build_encoder(job)
-    if not encoder.trains_stop:
+    if flags.history == "auto" and flags.on_rewrite == "levanter":
         console.print(
-            f"warning: chat template {job.template_name} leaves the stop token outside its marks: "
-            "the model will not learn to end its turn"
+            f"history      levanter, since {flags.chat_template} is the recipes' template: each "
+            "conversation is one sample, as Levanter trains it (--history split trains each turn "
+            "as inference asks for it)"
         )
-    counts = Counts(flags.max_seq_len)
-    packs = _Packs(flags, writer, counts)
-    with _progress(console, readers) as advance:
-        workers = flags.workers or len(os.sched_getaffinity(0))
-        for encoded in encode_files(readers, job, encoder, workers):
-            packs.add(encoded, readers[encoded.source].path)
-            advance(encoded.num_bytes)
-        packs.flush()
-    refuse_bad_input(counts, flags.max_rejected, ", ".join(map(str, flags.input)))
-    print_report(console, counts, flags.overlong)
-    writer.commit(
-        {
-            "tokenizer": flags.tokenizer,
-            "tokenizer_hash": tokenizer_hash(tokenizer),
-            "chat_template": flags.chat_template if flags.chat_template in SHIPPED else "",
-            "chat_template_sha256": encoder.template.sha256,
-            "mask_from": "marks" if encoder.template.has_marks else "prefixes",
-            "sources": [_source(reader) for reader in readers],
-            **counts.manifest(),
-            "packing": {
-                "kind": "next-fit",
-                "max_docs_per_pack": flags.max_docs_per_pack,
-                "overlong": flags.overlong,
-                "fill": round(counts.fill, 6),
-            },
-        }
+    encoder = build_encoder(job)
+    for warning in encoder.warnings:
+        console.print(f"warning: {warning}", markup=False)
+    return _Run(
+        flags=flags,
+        console=console,
+        job=job,
+        encoder=encoder,
+        duplicates=Duplicates(drop=flags.drop_duplicates),
+        facts=_facts(flags, tokenizer_hash(tokenizer), encoder, donor),
     )
-    console.print(f"wrote {flags.out}", markup=False)
 
 
-def _source(reader: LineReader) -> dict[str, Any]:
+def _facts(
+    flags: PrepareFlags, hash_of_tokenizer: str, encoder: ChatEncoder, donor: str
+) -> dict[str, Any]:
+    """What both manifests say of the tokenizer, the template and the flags."""
     return {
-        "path": str(reader.path),
-        "bytes": reader.num_bytes,
-        "lines": reader.num_lines,
-        "sha256": reader.sha256,
+        "tokenizer": flags.tokenizer,
+        "tokenizer_hash": hash_of_tokenizer,
+        "chat_template": flags.chat_template if flags.chat_template in SHIPPED else "",
+        "chat_template_from": "" if donor == flags.tokenizer else donor,
+        "chat_template_sha256": encoder.template.sha256,
+        "mask_from": "marks" if encoder.template.has_marks else "prefixes",
+        "masks": {
+            "train_on": flags.train_on,
+            "thinking": flags.thinking,
+            "history": flags.on_rewrite,
+        },
+        "reading": {
+            "format": flags.format,
+            "columns": flags.columns,
+            "max_chars": flags.max_chars,
+            "drop_duplicates": flags.drop_duplicates,
+            "seed": flags.seed,
+            "max_samples": flags.max_samples,
+            "validation_fraction": flags.validation_fraction,
+        },
     }
 
 
-class _Packs:
-    """The open pack: documents join it in order; a full one goes to the writer."""
+def _validation_part(run: _Run, takes: list[Take], writer: PackedWriter | None) -> dict[str, int]:
+    """The validation part, a packed data set of its own inside the other; returns its counts."""
+    run.console.print("validation part:")
+    what = "the validation part"
+    if writer is None:
+        return _part(run, takes, None, what, {})
+    inner = PackedWriter(writer.partial / VALIDATION_DIR, run.flags.max_seq_len)
+    with inner:
+        shutil.copytree(writer.tokenizer_dir, inner.tokenizer_dir)
+        counts = _part(run, takes, inner, what, {})
+    run.console.print("training part:")
+    return counts
 
-    def __init__(self, flags: PrepareFlags, writer: PackedWriter, counts: Counts) -> None:
-        self._flags = flags
-        self._writer = writer
-        self._counts = counts
-        self._fit = NextFit(flags.max_seq_len, flags.max_docs_per_pack)
-        self._tokens: list[Array] = []
-        self._masks: list[Array] = []
 
-    def add(self, encoded: Encoded, path: Path) -> None:
-        """Place the documents of one chunk; count its rejected rows."""
-        for line, rejected in encoded.rejected:
-            self._counts.reject(f"{path}:{line}", rejected)
-        end = 0
-        for line, full, kept in zip(
-            encoded.lines, encoded.full_lengths, encoded.kept_lengths, strict=True
-        ):
-            start, end = end, end + kept
-            if kept > self._flags.max_seq_len:
-                message = overlong_message(f"{path}:{line}", full, self._flags.max_seq_len)
-                raise DataError(message)
-            self._counts.accept(full, kept)
-            if kept == 0:
-                self._fit.end_pack()
-                continue
-            if self._fit.starts_new_pack(full):
-                self.flush()
-            self._tokens.append(encoded.tokens[start:end])
-            self._masks.append(encoded.assistant_mask[start:end])
+def _part(
+    run: _Run, takes: list[Take], writer: PackedWriter | None, what: str, more: dict[str, Any]
+) -> dict[str, int]:
+    """Pack the rows that are taken and commit the writer; `more` goes into the manifest."""
+    flags, console = run.flags, run.console
+    counts = Counts(flags.max_seq_len)
+    max_docs = flags.max_docs_per_pack or LEVANTER_MAX_DOCS
+    packs = Packs(writer, counts, packing=flags.packing, max_docs=max_docs)
+    with _progress(console, takes) as advance:
+        workers = flags.workers or len(os.sched_getaffinity(0))
+        for encoded in encode_files(takes, run.job, run.encoder, workers):
+            take = takes[encoded.source]
+            encoded, duplicates = run.duplicates.sift(encoded, take.file)
+            counts.duplicates += duplicates
+            packs.add(encoded, take.source.name)
+            advance(encoded.num_bytes)
+        refuse_bad_input(counts, flags.max_rejected, what, run.job.template_name)
+        packs.flush()
+    counts.check()
+    packing = {**packs.manifest(), "overlong": flags.overlong}
+    print_report(console, counts, flags.overlong)
+    if flags.stats_only:
+        print_statistics(console, counts, packing)
+    if writer is not None:
+        sources = _sources(takes)
+        facts = {**run.facts, "sources": sources, **counts.manifest(), "packing": packing}
+        writer.commit({**facts, **more})
+    numbers: dict[str, int] = counts.manifest()["counts"]
+    return numbers
 
-    def flush(self) -> None:
-        """Write the open pack, if it holds a document."""
-        if not self._tokens:
-            return
-        mask = np.concatenate(self._masks)
-        lengths = [len(tokens) for tokens in self._tokens]
-        self._writer.add_pack(np.concatenate(self._tokens), mask, lengths)
-        self._counts.trained_tokens += int(mask.sum())
-        self._counts.packs += 1
-        self._tokens, self._masks = [], []
+
+def _sources(takes: list[Take]) -> list[dict[str, Any]]:
+    """Each source once, in order; how often and how much of it was taken, if not once and all."""
+    passes: dict[int, list[Take]] = {}
+    for take in takes:
+        passes.setdefault(take.file, []).append(take)
+    facts = []
+    for those in passes.values():
+        more: dict[str, Any] = {"repeats": len(those)} if len(those) > 1 else {}
+        kept = [take.keep for take in those if take.keep is not None]
+        if not all(keep.all() for keep in kept):
+            more["rows_taken"] = sum(int(keep.sum()) for keep in kept)
+        facts.append({**those[0].source.facts(), **more})
+    return facts
 
 
 @contextmanager
-def _progress(console: Console, readers: list[LineReader]) -> Iterator[Callable[[int], None]]:
+def _progress(console: Console, takes: list[Take]) -> Iterator[Callable[[int], None]]:
     """A bar over the bytes of the input, on a terminal only."""
     from rich.progress import Progress
 
-    total = sum(reader.path.stat().st_size for reader in readers)
+    total = sum(take.source.size for take in takes)
     # Drawn as chunks come in: the bar's own thread would forbid forking workers.
     shown = console.is_terminal
     with Progress(console=console, auto_refresh=False, transient=True, disable=not shown) as bar:

@@ -1,34 +1,35 @@
-"""Lines of a chat file -> conversations, or a reason why not.
+"""One chat message at a time -> the form that templates rely on, or a reason why not.
 
-Owns the shape of what people bring: JSON lines with OpenAI `messages` (`role`, `content`,
-`tool_calls`, `reasoning_content`) and optional `tools`. A `Conversation` is what templates may rely
-on:
+Owns what a `Conversation` promises:
 
-- every `content` is a string (null becomes "", a list of text parts is joined);
+- every `role` is system, user, assistant or tool (other names are translated, `ROLES`);
+- every `content` is a string (null becomes "", a list of text parts is joined); reasoning parts
+  and tool calls among an assistant's parts become `reasoning_content` and `tool_calls`;
 - every tool call's `arguments` is a dict (a JSON string is parsed; "" and null mean {});
+- a turn that the row excludes (`train: false`, a `weight` or `loss_weight` of 0) has
+  `train: False`; no other turn has the key `train`, and none has a weight;
 - `tools` is None or a list of dicts, and a key whose value is null is absent;
 - there is a user turn, and the last turn is the assistant's.
 
-Lines are read one at a time as Python objects: `content` mixes strings and lists, which one typed
-table cannot hold. A row that does not fit is a `Rejected` with a short reason, never silence and
-never an exception. Left to others: rendering (`chat`) and counting the reasons (`prepare`).
+What does not fit is a `Rejected` with a short reason, never silence and never another exception.
+Left to others: the shapes of whole rows (`shapes`), bytes (`rows`), rendering (`chat`) and counting
+the reasons (`report`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ds_sft.errors import DataError
+ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user"}
+ROLES |= dict.fromkeys(("assistant", "model", "gpt", "bot", "ai"), "assistant")
+ROLES |= {"tool": "tool", "function": "tool"}
 
-MAX_LINE_BYTES = 64 * 2**20
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-ROLES["tool"] = "tool"
+_PARTS = ("text",)
+_ASSISTANT_PARTS = ("text", "reasoning", "tool_call")
 
 Message = dict[str, Any]
 
@@ -53,8 +54,8 @@ class Rejected:
     """What was seen, in a few words, for the person who looks for the row."""
 
 
-class _Reject(Exception):
-    """Ends the reading of one row; never leaves this module."""
+class Reject(Exception):
+    """Ends the reading of one row; `rows.parse_row` turns it into a `Rejected`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason)
@@ -62,114 +63,128 @@ class _Reject(Exception):
 
 
 def shorten(text: str, limit: int = 120) -> str:
-    """One line of at most `limit` characters, for a message on the console."""
-    flat = " ".join(text.split())
+    """One printable line of at most `limit` characters, for a message on the console."""
+    flat = " ".join(text[: 8 * limit].split())
+    flat = "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in flat
+    )
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
-class LineReader:
-    """The lines of one file as bytes, with the hash of the file once all are read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.num_bytes = 0
-        self.num_lines = 0
-        self._hash = hashlib.sha256()
-
-    @property
-    def sha256(self) -> str:
-        return self._hash.hexdigest()
-
-    def __iter__(self) -> Iterator[tuple[int, bytes | None]]:
-        """Yield (line number from 1, line); None for a line over MAX_LINE_BYTES, blank ones not.
-
-        Memory stays at one line of at most MAX_LINE_BYTES. Raises DataError if the file cannot be
-        read.
-        """
-        try:
-            with self.path.open("rb") as file:
-                while line := file.readline(MAX_LINE_BYTES):
-                    self._take(line)
-                    too_long = False
-                    rest = line
-                    while rest and not rest.endswith(b"\n"):
-                        rest = file.readline(MAX_LINE_BYTES)
-                        too_long = too_long or bool(rest)
-                        self._take(rest)
-                    self.num_lines += 1
-                    if self.num_lines == 1:
-                        line = line.removeprefix(b"\xef\xbb\xbf")
-                    if too_long:
-                        yield self.num_lines, None
-                    elif line.strip():
-                        yield self.num_lines, line
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be read: {error.strerror}") from None
-
-    def _take(self, data: bytes) -> None:
-        self._hash.update(data)
-        self.num_bytes += len(data)
+def slug(value: Any) -> str:
+    """A short name for a counted reason, made of whatever a row holds."""
+    return re.sub(r"[^a-z0-9]+", "_", str(value).lower())[:24]
 
 
-def parse_row(line: bytes | None) -> Conversation | Rejected:
-    """One line of a chat file (None: a line over the limit) as a conversation."""
+def kind(value: Any) -> str:
+    """The JSON name of a value's type."""
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON that says one thing only: no key twice in an object, no NaN, no infinity.
+
+    Raises ValueError for what is no JSON, Reject for the rest.
+    """
     try:
-        if line is None:
-            raise _Reject("line_too_long", f"more than {MAX_LINE_BYTES // 2**20} MiB in one line")
-        row = _decode(line)
-        messages = _messages(row.get("messages"))
-        return Conversation(messages=messages, tools=_tools(row.get("tools")))
-    except _Reject as reject:
-        return reject.rejected
-
-
-def _decode(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _Reject("not_utf8", f"byte {error.start}: {error.reason}") from None
+        return _DECODER.decode(text)
     except RecursionError:
-        raise _Reject("json_too_deep", "nested beyond what can be read") from None
-    except ValueError as error:
-        raise _Reject("not_json", str(error)) from None
-    if not isinstance(row, dict):
-        raise _Reject("not_an_object", f"the row is a {_kind(row)}")
-    return row
+        raise Reject("json_too_deep", "nested beyond what can be read") from None
 
 
-def _messages(value: Any) -> list[Message]:
-    if value is None:
-        raise _Reject("no_messages", "the row has no `messages`")
-    if not isinstance(value, list):
-        raise _Reject("messages_not_a_list", f"`messages` is a {_kind(value)}")
-    messages = [_message(item, number) for number, item in enumerate(value)]
-    roles = [message["role"] for message in messages]
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    whole = dict(pairs)
+    if len(whole) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+        raise Reject("duplicate_key", f"the key {twice!r} is there twice")
+    return whole
+
+
+def _no_number(name: str) -> NoReturn:
+    raise Reject("nan_or_infinity", f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise Reject("nan_or_infinity", f"{shorten(text, 20)} is beyond what a number can hold")
+    return value
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite
+)
+
+
+def conversation(messages: Any, tools: Any) -> Conversation:
+    """OpenAI `messages` and `tools` as a Conversation. Raises Reject."""
+    if not isinstance(messages, list):
+        raise Reject("messages_not_a_list", f"`messages` is a {kind(messages)}")
+    turns = [_message(item, number) for number, item in enumerate(messages)]
+    roles = [turn["role"] for turn in turns]
     if "assistant" not in roles:
-        raise _Reject("no_assistant_turn", f"roles are {', '.join(roles) or 'none'}")
+        raise Reject("no_assistant_turn", f"roles are {', '.join(roles) or 'none'}")
     if "user" not in roles:
-        raise _Reject("no_user_turn", f"roles are {', '.join(roles)}")
+        raise Reject("no_user_turn", f"roles are {', '.join(roles)}")
     if roles[-1] != "assistant":
-        raise _Reject("last_turn_not_assistant", f"the last turn is the {roles[-1]}'s")
-    return messages
+        raise Reject("last_turn_not_assistant", f"the last turn is the {roles[-1]}'s")
+    return Conversation(messages=turns, tools=_tools(tools))
 
 
 def _message(value: Any, number: int) -> Message:
     if not isinstance(value, dict):
-        raise _Reject("message_not_an_object", f"messages[{number}] is a {_kind(value)}")
+        raise Reject("message_not_an_object", f"messages[{number}] is a {kind(value)}")
     message = {key: item for key, item in value.items() if item is not None}
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise _Reject("unknown_role", f"messages[{number}].role is {role!r}")
+        raise Reject("unknown_role", f"messages[{number}].role is {role!r}")
     message["role"] = ROLES[role]
-    if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(message["tool_calls"], number)
-        if not message["tool_calls"]:
-            del message["tool_calls"]
-    if "content" not in message and role == "assistant" and "tool_calls" not in message:
-        raise _Reject("assistant_without_content", f"messages[{number}] has nothing to say")
-    message["content"] = _content(message.get("content", ""), number)
+    is_assistant = message["role"] == "assistant"
+    had_content = "content" in message
+    calls = _tool_calls(message.pop("tool_calls", []), number)
+    if is_assistant and isinstance(message.get("function_call"), dict):
+        calls.append(_tool_call(message.pop("function_call"), number))
+    if isinstance(message.get("content"), list):
+        _split_parts(message, calls, number)
+    if calls:
+        message["tool_calls"] = calls
+    elif is_assistant and not had_content:
+        raise Reject("assistant_without_content", f"messages[{number}] has nothing to say")
+    content = message.setdefault("content", "")
+    if not isinstance(content, str):
+        raise Reject("content_not_text", f"messages[{number}].content is a {kind(content)}")
     _alias_reasoning(message, number)
+    _settle_training(message, number)
     return message
+
+
+def _split_parts(message: Message, calls: list[dict[str, Any]], number: int) -> None:
+    """Put a list of parts where it belongs: text, the assistant's reasoning, its tool calls."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    where = f"messages[{number}].content"
+    for part in message["content"]:
+        if not isinstance(part, dict):
+            raise Reject("content_not_text", f"{where} has a {kind(part)}")
+        part_kind = part.get("type")
+        allowed = (
+            ("text", "reasoning", "tool_call") if message["role"] == "assistant" else ("text",)
+        )
+        if part_kind not in allowed:
+            raise Reject(f"content_part_{slug(part_kind)}", f"{where} has a {part_kind!r} part")
+        value = part.get("value") if part.get("text") is None else part["text"]
+        if part_kind == "tool_call":
+            calls.extend(calls_in(part.get("value"), number))
+        elif not isinstance(value, str):
+            raise Reject("content_not_text", f"{where}: {part_kind} part without text")
+        else:
+            (texts if part_kind == "text" else thoughts).append(value)
+    message["content"] = "".join(texts)
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
 
 
 def _alias_reasoning(message: Message, number: int) -> None:
@@ -178,72 +193,94 @@ def _alias_reasoning(message: Message, number: int) -> None:
     for name in names:
         if name in message:
             if not isinstance(message[name], str):
-                raise _Reject(
-                    "reasoning_not_text", f"messages[{number}].{name} is a {_kind(message[name])}"
+                raise Reject(
+                    "reasoning_not_text", f"messages[{number}].{name} is a {kind(message[name])}"
                 )
             message["reasoning_content"] = message[name]
             message.setdefault("thinking", message[name])
             return
 
 
-def _content(value: Any, number: int) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _Reject("content_not_text", f"messages[{number}].content is a {_kind(value)}")
-    texts = []
-    for part in value:
-        if not isinstance(part, dict):
-            raise _Reject("content_not_text", f"messages[{number}].content has a {_kind(part)}")
-        kind = part.get("type")
-        if kind != "text":
-            slug = re.sub(r"[^a-z0-9]+", "_", str(kind).lower())[:24]
-            raise _Reject(f"content_part_{slug}", f"messages[{number}].content has a {kind!r} part")
-        if not isinstance(part.get("text"), str):
-            raise _Reject("content_not_text", f"messages[{number}].content: text part without text")
-        texts.append(part["text"])
-    return "".join(texts)
+def _settle_training(message: Message, number: int) -> None:
+    """Leave `train: False` on a turn that the row excludes, and no such key on the others."""
+    trained = True
+    if "train" in message:
+        value = message.pop("train")
+        if not isinstance(value, bool):
+            raise Reject("train_not_boolean", f"messages[{number}].train is {value!r}")
+        trained = value
+    for name in ("weight", "loss_weight"):
+        if name in message:
+            weight = message.pop(name)
+            if not isinstance(weight, int | float) or weight not in (0, 1):
+                detail = f"messages[{number}].{name} is {weight!r}: a turn is trained (1) or not"
+                raise Reject("weight_not_0_or_1", detail)
+            trained = trained and bool(weight)
+    if not trained:
+        message["train"] = False
 
 
 def _tool_calls(value: Any, number: int) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise _Reject("tool_calls_not_a_list", f"messages[{number}].tool_calls: {_kind(value)}")
+        raise Reject("tool_calls_not_a_list", f"messages[{number}].tool_calls: {kind(value)}")
     return [_tool_call(call, number) for call in value]
 
 
 def _tool_call(value: Any, number: int) -> dict[str, Any]:
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _Reject("tool_call_malformed", f"messages[{number}]: a tool call without a name")
+        raise Reject("tool_call_malformed", f"messages[{number}]: a tool call without a name")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = {}
     elif isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
+            arguments = strict_json(arguments)
+        except ValueError as error:
             detail = f"messages[{number}]: arguments of {function['name']}: {error}"
-            raise _Reject("tool_arguments_not_json", detail) from None
+            raise Reject("tool_arguments_not_json", detail) from None
     if not isinstance(arguments, dict):
-        detail = f"messages[{number}]: arguments of {function['name']} are a {_kind(arguments)}"
-        raise _Reject("tool_arguments_not_an_object", detail)
+        detail = f"messages[{number}]: arguments of {function['name']} are a {kind(arguments)}"
+        raise Reject("tool_arguments_not_an_object", detail)
     whole = {**function, "arguments": arguments}
     return {**value, "function": whole} if "function" in value else whole
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    if isinstance(value, str) and value:
+def calls_in(value: Any, number: int) -> list[dict[str, Any]]:
+    """Tool calls spelt as a value: `{name, arguments}` or a list of them, or the JSON of either."""
+    if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise _Reject("tools_not_json", f"`tools`: {error}") from None
-    if not value:
+            value = strict_json(value)
+        except ValueError as error:
+            detail = f"messages[{number}]: a tool call that is not JSON: {error}"
+            raise Reject("tool_call_not_json", detail) from None
+    calls = value if isinstance(value, list) else [value]
+    if not calls:
+        raise Reject("tool_call_malformed", f"messages[{number}]: an empty list of tool calls")
+    return [_tool_call(call, number) for call in calls]
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = strict_json(value)
+        except ValueError as error:
+            raise Reject("tools_not_json", f"`tools`: {error}") from None
+    if not value or (isinstance(value, str) and not value.strip()):
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise _Reject("tools_not_a_list", f"`tools` is a {_kind(value)}, not a list of objects")
-    return value
+    if not isinstance(value, list):
+        raise Reject("tools_not_a_list", f"`tools` is a {kind(value)}, not a list of objects")
+    tools = [_tool(tool) for tool in value]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise Reject("tools_not_a_list", "`tools` holds something that is not an object")
+    return tools
 
 
-def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+def _tool(value: Any) -> Any:
+    """One specification; some data sets store each as the JSON of one."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return strict_json(value)
+    except ValueError:
+        return value

@@ -20,6 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_sft.data.append_only import appends_only
 from ds_sft.data.records import Message, shorten
 from ds_sft.errors import DataError
 
@@ -54,7 +55,11 @@ class Unrenderable(Exception):
 
 
 class ChatTemplate:
-    """A compiled template. `has_marks` tells whether it says itself what is trained."""
+    """A compiled template.
+
+    `has_marks`: it says itself what is trained. `appends_only`: it is seen to write each turn
+    without regard to later ones.
+    """
 
     def __init__(
         self, text: str, special_tokens: Mapping[str, str], name: str = "template"
@@ -66,23 +71,32 @@ class ChatTemplate:
         self.text = text
         self.name = name
         self._special_tokens = dict(special_tokens)
-        self._template, self.has_marks = self._compile()
+        self._template, self.has_marks, self.appends_only = self._compile()
 
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.text.encode("utf-8")).hexdigest()
 
     def render(
-        self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        *,
+        add_generation_prompt: bool = False,
+        **variables: Any,
     ) -> str:
-        """The conversation as text, without markers. Raises Unrenderable."""
-        text = self._render(messages, tools, add_generation_prompt)
+        """The conversation as text, without markers. Raises Unrenderable.
+
+        `variables` are what `apply_chat_template` would hand on (`enable_thinking`, ...).
+        """
+        text = self._render(messages, tools, add_generation_prompt, **variables)
         return _MARKER.sub("", text) if self.has_marks else text
 
     def render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
         """The conversation and the spans of characters that its marks enclose. Raises Unrenderable.
 
-        Spans are in order, not empty, and do not overlap; a block inside a block adds nothing.
+        Spans are in order, not empty and apart: a block inside a block adds nothing, blocks with
+        nothing between them are one.
         """
         marked = self._render(messages, tools, False)
         pieces: list[str] = []
@@ -95,13 +109,16 @@ class ChatTemplate:
             elif piece == _CLOSE:
                 depth -= 1
                 if depth == 0 and length > start:
-                    spans.append((start, length))
+                    joined = spans.pop()[0] if spans and spans[-1][1] == start else start
+                    spans.append((joined, length))
             else:
                 pieces.append(piece)
                 length += len(piece)
         return "".join(pieces), spans
 
-    def _render(self, messages: Sequence[Message], tools: Tools, prompt: bool) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Tools, prompt: bool, **variables: Any
+    ) -> str:
         try:
             return self._template.render(
                 messages=messages,
@@ -109,12 +126,13 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=prompt,
                 **self._special_tokens,
+                **variables,
             )
         # A template is a program of somebody else: it may fail in any way, for this row alone.
         except Exception as error:
             raise Unrenderable("template_error", f"{type(error).__name__}: {error}") from None
 
-    def _compile(self) -> tuple[jinja2.Template, bool]:
+    def _compile(self) -> tuple[jinja2.Template, bool, bool]:
         import jinja2
         from jinja2.ext import Extension, loopcontrols
         from jinja2.parser import Parser
@@ -155,7 +173,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            return environment.from_string(self.text), bool(marks_seen)
+            template = environment.from_string(self.text)
+            return template, bool(marks_seen), appends_only(environment.parse(self.text))
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 f"chat template {self.name}, line {error.lineno}: {error.message}: correct it or "

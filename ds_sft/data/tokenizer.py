@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
+HUB_TIMEOUT_S = 10
 PADDING_TOKEN = re.compile(r"<\|padding_\d+\|>")
 """Tokens that exports add to match the model's vocabulary; they are no part of the identity."""
 
@@ -32,9 +34,24 @@ _CLASSES_WITHOUT_TORCH = {
 }
 
 
-def load_tokenizer(source: str) -> Any:
-    """The transformers tokenizer of a directory or a Hub id. Raises DataError."""
-    _refuse_empty_path(source)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borrowed:
+    """A chat template and where it is from."""
+
+    template: str
+    """Its text."""
+    donor: str
+    """The tokenizer that it comes with."""
+    reason: str
+    """What to print of it; empty if it is the tokenizer's own."""
+
+
+def load_tokenizer(source: str, *, flag: str = "--tokenizer") -> Any:
+    """The transformers tokenizer of a directory or a Hub id. Raises DataError, naming `flag`.
+
+    No code that comes with the tokenizer is run.
+    """
+    _refuse_empty_path(source, flag)
     import transformers
 
     name = _class_without_torch(Path(source))
@@ -45,18 +62,18 @@ def load_tokenizer(source: str) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"--tokenizer {source} cannot be loaded ({reason}): give a directory with "
+            f"{flag} {source} cannot be loaded ({reason}): give a directory with "
             "tokenizer.json or the id of a model"
         ) from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise DataError(
-            f"--tokenizer {source} is a {type(tokenizer).__name__} without a tokenizer.json: "
+            f"{flag} {source} is a {type(tokenizer).__name__} without a tokenizer.json: "
             "choose one that the tokenizers library can run"
         )
     return tokenizer
 
 
-def _refuse_empty_path(source: str) -> None:
+def _refuse_empty_path(source: str, flag: str) -> None:
     """Say at once what transformers would look for on the network first."""
     path = Path(source).expanduser()
     if path.is_dir():
@@ -66,7 +83,7 @@ def _refuse_empty_path(source: str) -> None:
         wrong = "is not a directory" if local else ""
     if wrong:
         raise DataError(
-            f"--tokenizer {source} {wrong}: give a directory with tokenizer.json or a model's id"
+            f"{flag} {source} {wrong}: give a directory with tokenizer.json or a model's id"
         )
 
 
@@ -82,15 +99,88 @@ def _class_without_torch(directory: Path) -> str | None:
 
 def own_template(tokenizer: Any, source: str) -> str:
     """The chat template that the tokenizer brings. Raises DataError if there is none."""
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    if not isinstance(template, str) or not template.strip():
+    template = _template_of(tokenizer)
+    if not template:
         raise DataError(
             f"--tokenizer {source} has no chat template: add --chat-template FILE, or qwen3 for "
             "the one that is shipped"
         )
     return template
+
+
+def _template_of(tokenizer: Any) -> str:
+    """Its chat template; empty if it has none."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) and template.strip() else ""
+
+
+def borrowed_template(tokenizer: Any, source: str, chat_template_from: str = "") -> Borrowed:
+    """The chat template that `tokenizer`, which is `source`, is given. Raises DataError.
+
+    `chat_template_from` names the one to take it from. Empty: its own, or, where it has none, that
+    of its tuned sibling: `<source>-it`, `<source>-Instruct`, or without a final `-Base` or `-pt`.
+    """
+    own = _template_of(tokenizer)
+    if own and not chat_template_from:
+        return Borrowed(template=own, donor=source, reason="")
+    donor = chat_template_from or _tuned_sibling(source)
+    flag = "--chat-template-from"
+    lender = load_tokenizer(donor, flag=flag)
+    template = _template_of(lender)
+    if not template:
+        raise DataError(f"{flag} {donor} has no chat template: name another tokenizer")
+    special = [token.content for token in lender.added_tokens_decoder.values() if token.special]
+    written = [token for token in special if token in template]
+    known = tokenizer.backend_tokenizer.token_to_id
+    strange = [token for token in written if known(token) is None]
+    if strange:
+        raise DataError(
+            f"the chat template of {donor} writes {', '.join(strange)}, for which --tokenizer "
+            f"{source} has no token: name another {flag}, or use the tokenizer of {donor}"
+        )
+    why = "--chat-template-from" if chat_template_from else f"{source} has none of its own"
+    return Borrowed(
+        template=template, donor=donor, reason=f"chat template: that of {donor} ({why})"
+    )
+
+
+def _tuned_sibling(source: str) -> str:
+    """The name under which the tuned model of a base model is found. Raises DataError."""
+    stem = re.sub(r"-(pt|base)$", "", source.rstrip("/"), flags=re.IGNORECASE)
+    names = [f"{stem}-it", f"{stem}-Instruct", *([stem] if stem != source else [])]
+    if Path(source).is_dir():
+        found, why = next((name for name in names if Path(name).is_dir()), ""), "no such directory"
+    else:
+        found, why = _first_on_hub(names)
+    if not found:
+        raise DataError(
+            f"--tokenizer {source} has no chat template, and none of {', '.join(names)} can "
+            f"lend it one ({why}): add --chat-template-from ID, --chat-template FILE, or "
+            "--chat-template qwen3 for the one that is shipped"
+        )
+    return found
+
+
+def _first_on_hub(names: list[str]) -> tuple[str, str]:
+    """The first model that is in the local cache or on the Hub; else empty, and why."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    for name in names:
+        if isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str):
+            return name, ""
+    for name in names:
+        try:
+            HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+        except RepositoryNotFoundError:
+            continue
+        # Any way in which the network can fail; asking again for the next name would not help.
+        except Exception as error:
+            return "", f"the Hub cannot be asked: {' '.join(str(error).split())[:100]}"
+        return name, ""
+    return "", "not on the Hub"
 
 
 def save_tokenizer(tokenizer: Any, template: str, directory: Path) -> None:

@@ -53,9 +53,9 @@ def in_one_line(plan: Plan) -> Iterator[None]:
         short = used_memory.ran_out(error)
         if not short:
             raise
-        reason = (str(error) or type(error).__name__).splitlines()[0].strip()
+        reason = (str(error) or type(error).__name__).splitlines()[0].strip()[:200].rstrip(".")
         message = (
-            f"out of {_NAMES[short]} memory: {used_memory.measured()} ({reason[:200].rstrip('.')}): "
+            f"out of {_NAMES[short]} memory: {used_memory.measured()} ({reason}): "
             f"{what_to_try(plan, short)}"
         )
         rank = os.environ.get("RANK", "0")

@@ -21,8 +21,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_sft.engine.evaluate import EvalResult
-from ds_sft.engine.used_memory import peak_memory_gb
 from ds_sft.engine.step import StepResult
+from ds_sft.engine.used_memory import peak_memory_gb
 from ds_sft.flags import RunConfig
 from ds_sft.run import manifest
 from ds_sft.run.atomic import write_file

@@ -15,7 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ds_sft.data.packed import MANIFEST, PackedDataset, check_hashes, file_sha256
+from ds_sft.data.packed import (
+    MANIFEST,
+    VALIDATION_DIR,
+    PackedDataset,
+    check_hashes,
+    file_sha256,
+)
 from ds_sft.data.sealed import is_damaged, is_sealed
 from ds_sft.errors import CheckpointError, DataError
 from ds_sft.run import seal
@@ -144,16 +150,37 @@ def verify_packed(path: Path) -> list[str]:
         _check_pack(data, pack)
     total = int(data.assistant_counts.sum())
     lines.append(f"trained targets counted again: {total:,} in all; padding is 0 and untrained")
+    lines.append(_check_tokens(data))
+    return [*lines, *_verify_validation(data)]
+
+
+def _check_tokens(data: PackedDataset) -> str:
+    """Check every token id against the stored tokenizer."""
     if data.tokenizer_dir is None:
-        return [*lines, "note: no tokenizer is stored with the data"]
+        return "note: no tokenizer is stored with the data"
     size = _tokenizer_size(data.tokenizer_dir)
     largest = max(int(data.tokens[pack].max()) for pack in range(data.num_packs))
     if largest >= size:
         raise DataError(
-            f"{path} holds token id {largest} but its tokenizer has {size} tokens: "
+            f"{data.path} holds token id {largest} but its tokenizer has {size} tokens: "
             "run `ds-sft prepare` again"
         )
-    return [*lines, f"every token id is one of the tokenizer's {size}"]
+    return f"every token id is one of the tokenizer's {size}"
+
+
+def _verify_validation(data: PackedDataset) -> list[str]:
+    """Check the validation part that the manifest speaks of, as the data set that it is."""
+    recorded = data.manifest.get("validation_sha256")
+    path = data.path / VALIDATION_DIR
+    if recorded is None and not path.exists():
+        return []
+    part = PackedDataset.open(path)
+    if recorded is None or part.manifest_sha256 != recorded:
+        raise DataError(
+            f"{path} is not the validation part that {data.path / MANIFEST} speaks of: "
+            "run `ds-sft prepare` again"
+        )
+    return [f"validation: {line}" for line in verify_packed(path)]
 
 
 def _open_packed(path: Path) -> PackedDataset:

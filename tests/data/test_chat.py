@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -21,7 +19,11 @@ from tokenizers import (
     trainers,
 )
 
+from ds_sft.data import chat
 from ds_sft.data.chat import ChatEncoder, Document
+from ds_sft.data.collate import IGNORE, collate
+from ds_sft.data.packed import PackedDataset
+from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.data.records import Conversation, Rejected
 from ds_sft.data.template import ChatTemplate, read_template
 from ds_sft.data.tokenizer import load_backend
@@ -33,13 +35,6 @@ RENDERS = json.loads((GOLDEN / "qwen3_renders.json").read_text())["cases"]
 BACKEND = load_backend(GOLDEN / "tiny_tokenizer" / "tokenizer.json")
 
 CHATML = CHAT_MASK["template"]
-# As the stock Qwen3 template does: an empty think block, into the last assistant turn only.
-REWRITING = (
-    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
-    "{%- if m.role == 'assistant' and loop.last %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
-    "{{- m.content + '<|im_end|>\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
 # As Llama 3.1 does: content is trimmed, a turn with a tool call ends in another stop.
 TWO_STOPS = (
     "{%- for m in messages %}<|im_start|>{{ m.role }}:{% if m.tool_calls %}"
@@ -63,9 +58,25 @@ def answer(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
-def encode(template: str, *messages: dict[str, Any], backend: Tokenizer = BACKEND) -> Any:
-    encoder = ChatEncoder(ChatTemplate(template, {}), backend)
+def encode_all(
+    template: str, *messages: dict[str, Any], backend: Tokenizer = BACKEND, **choices: Any
+) -> Any:
+    encoder = ChatEncoder(ChatTemplate(template, {}), backend, **choices)
     return encoder.encode([Conversation(messages=list(messages), tools=None)])[0]
+
+
+def encode(
+    template: str, *messages: dict[str, Any], backend: Tokenizer = BACKEND, **choices: Any
+) -> Any:
+    return single(encode_all(template, *messages, backend=backend, **choices))
+
+
+def single(result: Any) -> Any:
+    """The one document of a row, or why there is none."""
+    if isinstance(result, Rejected):
+        return result
+    assert len(result) == 1
+    return result[0]
 
 
 def trained_text(result: Any, backend: Tokenizer = BACKEND) -> str:
@@ -90,17 +101,8 @@ def test_a_conversation_without_an_assistant_is_rejected_as_levanter_does() -> N
         assert result.reason == "no_trained_token"
 
 
-def test_an_empty_think_block_in_the_last_turn_does_not_hide_the_earlier_turns() -> None:
-    result = encode(
-        REWRITING, user("a"), answer("b"), user("c"), answer("d"), user("e"), answer("f")
-    )
-    assert trained_text(result) == (
-        "b<|im_end|>\nd<|im_end|>\n<think>\n\n</think>\n\nf<|im_end|>\n"
-    )
-
-
 def test_a_turn_after_the_last_answer_is_context_only() -> None:
-    for template in (CHATML, without_marks(CHATML), REWRITING):
+    for template in (CHATML, without_marks(CHATML)):
         assert trained_text(encode(template, user("a"), answer("b"), user("c"))) == "b<|im_end|>\n"
 
 
@@ -120,45 +122,18 @@ def test_prefixes_find_another_stop_after_a_tool_call() -> None:
     ] * 2
 
 
-CONTENT = st.text(st.sampled_from("ab \n<>é中🙂|"), max_size=6)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=5), st.booleans())
-def test_prefixes_and_marks_train_the_same_text(
-    turns: list[tuple[str, str]], rewriting: bool
-) -> None:
-    marked = CHATML
-    if rewriting:
-        marked = REWRITING.replace(
-            "{{- '<|im_start|>' + m.role + '\n' }}",
-            "{{- '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}{% generation %}"
-            "{%- if loop.last %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
-            "{{- m.content + '<|im_end|>\n' }}{% endgeneration %}{%- continue %}{%- endif %}",
-        )
-    plain = REWRITING if rewriting else without_marks(CHATML)
-    chat = [turn for ask, reply in turns for turn in (user(ask), answer(reply))]
-    by_marks, by_prefixes = encode(marked, *chat), encode(plain, *chat)
-    assert by_marks.tokens.tolist() == by_prefixes.tokens.tolist()
-    assert by_marks.assistant_mask.tolist() == by_prefixes.assistant_mask.tolist()
-    expected = [reply + "<|im_end|>\n" for _, reply in turns]
-    if rewriting:
-        expected[-1] = "<think>\n\n</think>\n\n" + expected[-1]
-    assert trained_text(by_prefixes) == "".join(expected)
-
-
 def test_the_shipped_template_trains_the_spans_of_every_golden_conversation() -> None:
     template = ChatTemplate(read_template("qwen3"), {})
-    encoder = ChatEncoder(template, BACKEND)
+    encoder = ChatEncoder(template, BACKEND, on_rewrite="levanter")
     for case in RENDERS:
         row = Conversation(messages=case["messages"], tools=case["tools"])
         text, spans = template.render_marked(row.messages, row.tools)
         if spans:
             expected = "".join(text[start:end] for start, end in spans)
-            assert trained_text(encoder.encode([row])[0]) == expected
+            assert trained_text(single(encoder.encode([row])[0])) == expected
 
 
-def test_a_template_that_rewrites_what_was_said_rejects_the_row() -> None:
+def test_a_template_whose_prompt_reads_otherwise_in_the_answer_rejects_the_row() -> None:
     forgetful = without_marks(CHATML).replace(
         "message.content + '<|im_end|>\\n'",
         "(message.content if loop.index > messages|length - 2 else '-') + '<|im_end|>\\n'",
@@ -166,18 +141,20 @@ def test_a_template_that_rewrites_what_was_said_rejects_the_row() -> None:
     assert forgetful != without_marks(CHATML)
     result = encode(forgetful, user("a"), answer("b"), user("c"), answer("d"))
     assert isinstance(result, Rejected)
-    assert result.reason == "prefix_rewritten"
+    assert result.reason == "prompt_rewritten"
 
 
-def test_two_assistant_turns_in_a_row_need_marks() -> None:
-    chat = [user("a"), answer("b"), answer("c")]
-    assert trained_text(encode(CHATML, *chat)) == "b<|im_end|>\nc<|im_end|>\n"
-    result = encode(without_marks(CHATML), *chat)
-    assert isinstance(result, Rejected)
-    assert result.reason == "consecutive_assistant_turns"
+def test_two_assistant_turns_in_a_row_are_two_answers() -> None:
+    for template in (CHATML, without_marks(CHATML)):
+        result = encode(template, user("a"), answer("b"), answer("c"))
+        assert trained_text(result) == "b<|im_end|>\nc<|im_end|>\n"
 
 
-def test_each_row_of_a_batch_keeps_its_place() -> None:
+@pytest.mark.parametrize("batch_bytes", [1, chat.BATCH_BYTES])
+def test_each_row_of_a_batch_keeps_its_place(
+    batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "BATCH_BYTES", batch_bytes)
     encoder = ChatEncoder(ChatTemplate(CHATML, {}), BACKEND)
     good = Conversation(messages=[user("a"), answer("b")], tools=None)
     empty = Conversation(messages=[user("a")], tools=None)
@@ -192,8 +169,11 @@ def test_each_row_of_a_batch_keeps_its_place() -> None:
 # --- tokenizers that merge across the edge, normalize, or are not byte-level ---
 
 
-def merging_tokenizer() -> Tokenizer:
-    """A byte-level BPE with NFC, as Qwen's, that knows the token of two newlines."""
+def merging_tokenizer(special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Tokenizer:
+    """A byte-level BPE with NFC, as Qwen's, that knows the token of two newlines.
+
+    The special tokens have the first ids.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -201,7 +181,7 @@ def merging_tokenizer() -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|im_start|>", "<|im_end|>"],
+        special_tokens=list(special),
         show_progress=False,
     )
     tokenizer.train_from_iterator(
@@ -291,13 +271,41 @@ def test_a_tokenizer_that_is_not_byte_level_is_masked_by_offsets(template: str) 
     assert "<|im_start|>" not in trained
 
 
+def test_a_stop_that_is_also_the_padding_is_trained_and_the_padding_is_not(tmp_path: Path) -> None:
+    backend = merging_tokenizer(("<|im_end|>", "<|im_start|>"))
+    assert backend.token_to_id("<|im_end|>") == 0
+    document = encode(CHATML, user("a"), answer("b"), user("c"), answer("d"), backend=backend)
+    length = len(document.tokens)
+    with PackedWriter(tmp_path / "data", max_seq_len=length + 9) as writer:
+        writer.add_pack(document.tokens, document.assistant_mask, [length])
+        writer.commit({})
+    data = PackedDataset.open(tmp_path / "data")
+    assert data.tokens[0][length:].tolist() == [0] * 9
+    targets = collate(data, [0], num_active=1).targets
+    assert (targets[: length - 1] == 0).sum() == 2
+    assert (targets[length - 1 :] == IGNORE).all()
+
+
+@pytest.mark.parametrize("backend", [sentencepiece_like(), merging_tokenizer()], ids=["sp", "bpe"])
+def test_all_leaves_out_every_token_that_touches_what_is_not_trained(backend: Tokenizer) -> None:
+    # The BPE has one token for the newline of the header and the one that is hidden.
+    hidden = {**user("\n\nhello hello"), "train": False}
+    document = encode(CHATML, hidden, answer("a hello b"), backend=backend, train_on="all")
+    text = trained_text(document, backend)
+    assert text.count("hello") == 1
+    assert "\n\n" not in text
+    assert "a hello b<|im_end|>" in text
+    assert document.assistant_mask[0] == 0
+
+
 # --- templates that cannot tell what to train ---
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages[0].content }}", "no generation prompt"),
+        ("{{ messages[1].content if messages[1] }}", "no generation prompt"),
+        ("{{ messages[0].content }}", "writes nothing of an assistant's text content"),
         (without_marks(CHATML).replace("<|im_end|>\\n", ""), "no stop token"),
         (CHATML.replace("message.role == 'assistant'", "message.role == 'bot'"), "marks nothing"),
         ("{{ raise_exception('no system') }}", "cannot render a user and an assistant turn"),
@@ -308,14 +316,14 @@ def test_a_template_that_cannot_tell_what_to_train_is_refused(template: str, mes
         ChatEncoder(ChatTemplate(template, {}, "x.jinja"), BACKEND)
 
 
-def test_whether_the_stop_is_trained_is_known() -> None:
+def test_a_stop_outside_the_marks_is_told() -> None:
     outside = CHATML.replace(
         "message.content + '<|im_end|>\\n' }}{% endgeneration %}",
         "message.content }}{% endgeneration %}{{- '<|im_end|>\\n' }}",
         1,
     )
     assert outside != CHATML
-    assert ChatEncoder(ChatTemplate(CHATML, {}), BACKEND).trains_stop
-    assert ChatEncoder(ChatTemplate(read_template("qwen3"), {}), BACKEND).trains_stop
-    assert ChatEncoder(ChatTemplate(REWRITING, {}), BACKEND).trains_stop
-    assert not ChatEncoder(ChatTemplate(outside, {}), BACKEND).trains_stop
+    for template in (CHATML, read_template("qwen3"), without_marks(CHATML)):
+        assert ChatEncoder(ChatTemplate(template, {}), BACKEND).warnings == []
+    [warning] = ChatEncoder(ChatTemplate(outside, {}, "x.jinja"), BACKEND).warnings
+    assert warning.startswith("chat template x.jinja leaves the stop token outside its marks")

@@ -1,7 +1,8 @@
-"""`ds-sft inspect` shows what a pack holds and what of it is trained."""
+"""`ds-sft inspect` shows packs and documents, what of them is trained, and where a text is."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -54,3 +55,121 @@ def test_ids_need_no_tokenizer(data: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_pack_that_is_not_there_is_refused(data: Path, pack: int) -> None:
     with pytest.raises(ConfigError, match=f"--pack {pack}: .* has packs 0 to 0"):
         inspect.run(InspectFlags(data=data, pack=pack))
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Three packs of five documents."""
+    backend = load_backend(TINY / "tokenizer.json")
+    out = tmp_path / "chats"
+    texts = [["one apple", "two ärger"], ["three"], ["four apple", "five [x]"]]
+    with PackedWriter(out, max_seq_len=40) as writer:
+        shutil.copytree(TINY, writer.tokenizer_dir)
+        for pack in texts:
+            ids = [backend.encode(f"{text}<|im_end|>\n").ids for text in pack]
+            flat = np.array([token for document in ids for token in document])
+            writer.add_pack(flat, np.ones(len(flat), np.uint8), [len(doc) for doc in ids])
+        counts = {"rows": 5, "rejected": 0, "tokens_in": 1000, "tokens_dropped": 7, "tokens_cut": 0}
+        writer.commit({"counts": counts, "rejected": {}})
+    return out
+
+
+@pytest.mark.parametrize(
+    ("number", "heading", "text"),
+    [
+        (0, "document 0 (1 of 2 in pack 0)", "[one apple<|im_end|>\n]"),
+        (2, "document 2 (1 of 1 in pack 1)", "[three<|im_end|>\n]"),
+        (4, "document 4 (2 of 2 in pack 2)", "[five [x]<|im_end|>\n]"),
+    ],
+)
+def test_a_document_is_found_by_its_number_over_all_packs(
+    chats: Path, capsys: pytest.CaptureFixture[str], number: int, heading: str, text: str
+) -> None:
+    inspect.run(InspectFlags(data=chats, document=number))
+    said = capsys.readouterr().out
+    assert heading in said
+    assert text in said
+    assert said.count("document") == 1
+
+
+@pytest.mark.parametrize("number", [-1, 5])
+def test_a_document_that_is_not_there_is_refused(chats: Path, number: int) -> None:
+    with pytest.raises(ConfigError, match=f"--document {number}: .* has documents 0 to 4"):
+        inspect.run(InspectFlags(data=chats, document=number))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("apple", [0, 3]), ("ärger", [1]), ("<|im_end|>", [0, 1, 2, 3, 4]), ("[x]", [4]), ("zzz", [])],
+)
+def test_search_finds_every_document_that_holds_the_text(
+    chats: Path, capsys: pytest.CaptureFixture[str], text: str, found: list[int]
+) -> None:
+    inspect.run(InspectFlags(data=chats, search=text))
+    said = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[1]) for line in said if line.startswith("document")] == found
+    assert sum(text in line for line in said) == len(found)
+    assert said[-1] == f"{len(found)} found in all documents; --document N shows one"
+
+
+def test_search_does_not_join_documents(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inspect.run(InspectFlags(data=chats, search="<|im_end|>\ntwo"))
+    assert "0 found in all documents" in capsys.readouterr().out
+
+
+def test_search_is_the_same_for_a_tokenizer_whose_tokens_have_no_bytes_of_their_own(
+    chats: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inspect.run(InspectFlags(data=chats, search="ä"))
+    by_bytes = capsys.readouterr().out
+    monkeypatch.setattr(inspect, "token_bytes", lambda _: None)
+    inspect.run(InspectFlags(data=chats, search="ä"))
+    assert capsys.readouterr().out == by_bytes
+
+
+def test_search_stops_at_the_limit_and_says_how_far_it_came(
+    chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inspect.run(InspectFlags(data=chats, search="e", limit=2))
+    assert "2 found in the first 2 of 5 documents" in capsys.readouterr().out
+
+
+def test_tokens_of_another_tokenizer_are_not_searched(chats: Path) -> None:
+    tokens = np.load(chats / "tokens.npy")
+    tokens[1, 0] = 10**6
+    np.save(chats / "tokens.npy", tokens)
+    with pytest.raises(DataError, match="pack 1 holds token ids that its tokenizer does not have"):
+        inspect.run(InspectFlags(data=chats, search="apple", limit=0))
+
+
+def test_rejected_rows_are_listed_by_reason_most_frequent_first(
+    chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inspect.run(InspectFlags(data=chats, rejected=True))
+    whole = "0 of 5 rows rejected; of 1,000 tokens 7 dropped and 0 cut off\n"
+    assert capsys.readouterr().out == whole
+    manifest = json.loads((chats / "manifest.json").read_text())
+    manifest["rejected"] = {"a_few": 2, "many": 1234}
+    manifest["first_rejected"] = {"a_few": "chats.jsonl:3: [/x] " + "long " * 40, "many": "y:1: z"}
+    manifest["counts"].update(rows=2000, rejected=1236)
+    manifest["dropped_tokens"] = {"overlong": 7}
+    (chats / "manifest.json").write_text(json.dumps(manifest))
+    inspect.run(InspectFlags(data=chats, rejected=True))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("1,236 of 2,000 rows rejected")
+    assert said[2].split() == ["1,234", "many", "y:1:", "z"]
+    assert said[3].split()[:5] == ["2", "a_few", "chats.jsonl:3:", "[/x]", "long"]
+    assert said[5].split() == ["7", "overlong"]
+    assert len(said) == 6, "in a pipe every reason has one line"
+
+
+def test_a_data_set_that_says_nothing_of_rejected_rows_is_refused(data: Path) -> None:
+    with pytest.raises(DataError, match="does not say what was rejected"):
+        inspect.run(InspectFlags(data=data, rejected=True))
+
+
+def test_two_views_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--document and --search show different things"):
+        InspectFlags(data=Path("data"), document=0, search="x")
+    with pytest.raises(ConfigError, match="--limit -1"):
+        InspectFlags(data=Path("data"), search="x", limit=-1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
 import os
 import signal
 import subprocess
@@ -13,58 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from preparing import TINY, chat, run, texts, write
 
-from ds_sft.data import pipeline, prepare
+from ds_sft.data import chunks, pipeline
 from ds_sft.data.collate import IGNORE, collate
 from ds_sft.data.packed import ARRAY_DTYPES, PackedDataset, check_hashes
-from ds_sft.data.prepare import PrepareFlags
 from ds_sft.data.tokenizer import load_backend, load_tokenizer, tokenizer_hash
 from ds_sft.errors import ConfigError, DataError
-
-TINY = Path(__file__).parents[1] / "golden" / "tiny_tokenizer"
-
-
-def chat(ask: str, reply: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": reply}]}
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    return path
-
-
-def run(tmp_path: Path, rows: list[Any], **changes: Any) -> PackedDataset:
-    out = tmp_path / "data"
-    given: dict[str, Any] = {
-        "input": (write(tmp_path / "chats.jsonl", rows),),
-        "tokenizer": str(TINY),
-        "out": out,
-        "max_seq_len": 64,
-        "workers": 1,
-    }
-    prepare.run(PrepareFlags(**{**given, **changes}))
-    return PackedDataset.open(out)
-
-
-def texts(data: PackedDataset) -> list[str]:
-    """The documents in pack order, decoded, with what is trained in brackets."""
-    backend = load_backend(TINY / "tokenizer.json")
-    found = []
-    for pack in range(data.num_packs):
-        end = 0
-        for length in data.doc_lengths(pack):
-            start, end = end, end + length
-            mask = data.assistant_mask[pack, start:end]
-            edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
-            pieces = [
-                (backend.decode(data.tokens[pack, start + a : start + b].tolist(), False), mask[a])
-                for a, b in itertools.pairwise(edges)
-            ]
-            found.append("".join(f"[{text}]" if trained else text for text, trained in pieces))
-    return found
 
 
 def test_documents_are_packed_in_order_and_their_answers_trained(tmp_path: Path) -> None:
@@ -133,7 +87,7 @@ BAD = [
     (b'"\xff"', "not_utf8"),
     ({"messages": [{"role": "user", "content": "x"}]}, "no_assistant_turn"),
     ({"messages": 7}, "messages_not_a_list"),
-    ({"text": "x"}, "no_messages"),
+    ({"text": "x"}, "unknown_shape"),
 ]
 
 
@@ -169,7 +123,10 @@ def test_no_usable_row_is_an_error_even_if_all_may_be_rejected(tmp_path: Path) -
     refuse = "{% if messages|length > 2 %}{{ raise_exception('too long a talk') }}{% endif %}"
     template.write_text(refuse + text)
     row = {"messages": chat("a", "b")["messages"] * 2}
-    with pytest.raises(DataError, match=r"no usable row among 1 of .*too long a talk"):
+    with pytest.raises(
+        DataError,
+        match=r"no usable row among 1 of .*too long a talk.*the chat template is .*narrow",
+    ):
         run(tmp_path, [row], max_rejected=1.0, chat_template=str(template))
 
 
@@ -220,10 +177,15 @@ def test_raise_names_file_line_and_length(tmp_path: Path) -> None:
         run(tmp_path, [chat("a", "b"), chat("a", "x" * 100)], overlong="raise")
 
 
-def test_a_document_whose_answer_is_cut_away_is_rejected(tmp_path: Path) -> None:
-    rows = [chat("a", "b"), chat("a" * 100, "b")]
-    data = run(tmp_path, rows, max_rejected=0.5)
-    assert data.manifest["rejected"] == {"no_trained_token": 1}
+def test_a_document_whose_answer_is_cut_away_is_dropped_under_its_own_reason(
+    tmp_path: Path,
+) -> None:
+    data = run(tmp_path, [chat("a", "b"), chat("a" * 100, "b")])
+    long = document_length("a" * 100, "b")
+    assert data.manifest["rejected"] == {}
+    assert data.manifest["dropped_tokens"] == {"no_trained_token_after_cut": long}
+    counts = data.manifest["counts"]
+    assert counts["tokens_in"] == counts["tokens"] + counts["tokens_dropped"]
     assert data.num_packs == 1
 
 
@@ -269,7 +231,7 @@ def test_any_number_of_workers_writes_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, start: str
 ) -> None:
     monkeypatch.setattr(pipeline, "start_method", lambda: start)
-    monkeypatch.setattr(pipeline, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 16)
     rows = many(700)
     alone = run(tmp_path, rows, max_rejected=0.1, max_seq_len=256)
     monkeypatch.setattr(pipeline, "SMALL_INPUT_BYTES", 0)
@@ -282,7 +244,7 @@ def test_any_number_of_workers_writes_the_same_bytes(
 
 
 def command(tmp_path: Path, *more: str) -> list[str]:
-    code = "from ds_sft.data import pipeline; pipeline.SMALL_INPUT_BYTES = 0;"
+    code = "from ds_sft.data import chunks, pipeline; pipeline.SMALL_INPUT_BYTES = 0;"
     code += "import sys; from pathlib import Path; from ds_sft.data import prepare;"
     code += "a = sys.argv; prepare.run(prepare.PrepareFlags(input=(Path(a[1]),), tokenizer=a[2],"
     code += " out=Path(a[3]), max_seq_len=256, workers=2, max_rejected=0.1))"
@@ -358,7 +320,7 @@ def test_an_existing_out_is_refused_before_any_work(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"input": (Path("nowhere.jsonl"),)}, r"--input nowhere\.jsonl is not a file"),
-        ({"input": (Path("/"),)}, "--input / is not a file"),
+        ({"input": (TINY.parents[1] / "data",)}, "is not a file, and the directory holds none of"),
         ({"tokenizer": "./nowhere"}, r"--tokenizer \./nowhere is not a directory"),
         ({"chat_template": "nowhere.jinja"}, r"nowhere\.jinja: No such file"),
     ],
@@ -374,7 +336,8 @@ def test_what_is_not_there_is_named(tmp_path: Path, changes: dict, message: str)
     [
         ({"input": ()}, "names no file"),
         ({"max_seq_len": 1}, "--max-seq-len 1"),
-        ({"max_docs_per_pack": 0}, "--max-docs-per-pack 0"),
+        ({"max_docs_per_pack": -1}, "--max-docs-per-pack -1"),
+        ({"max_docs_per_pack": 8, "packing": "best-fit"}, "is a limit of next-fit"),
         ({"max_rejected": 1.5}, r"--max-rejected 1\.5"),
         ({"workers": -1}, "--workers -1"),
     ],
@@ -382,3 +345,12 @@ def test_what_is_not_there_is_named(tmp_path: Path, changes: dict, message: str)
 def test_a_flag_out_of_range_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, [chat("a", "b")], **changes)
+
+
+def test_a_piece_of_an_answer_does_not_train_the_document_before_it(tmp_path: Path) -> None:
+    rows = [chat("c", "d"), chat("a", "b" * 100)]
+    data = run(tmp_path, rows, overlong="split", packing="best-fit", max_seq_len=90)
+    short, rest = data.doc_lengths(0)
+    assert data.doc_lengths(1) == [90], "the beginning of the long answer"
+    assert data.assistant_mask[0, short] == 0
+    assert data.assistant_mask[0, short + 1 : short + rest].all(), "the rest of it"

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_sft.data import records
-from ds_sft.data.records import Conversation, LineReader, Rejected, parse_row
-from ds_sft.errors import DataError
+from ds_sft.data.records import Conversation, Rejected
+from ds_sft.data.rows import parse_row
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}
 
 
 def parse(**row: Any) -> Conversation | Rejected:
-    return parse_row(json.dumps(row).encode())
+    return parse_row(json.dumps(row).encode()).result
 
 
 def accepted(**row: Any) -> Conversation:
@@ -101,7 +98,7 @@ def test_an_empty_answer_is_an_answer() -> None:
         (b"7", "not_an_object"),
         (b'{"messages": "\xff"}', "not_utf8"),
         (b"[" * 200_000, "json_too_deep"),
-        (b'{"a": 1}', "no_messages"),
+        (b'{"a": 1}', "unknown_shape"),
         (b'{"messages": {}}', "messages_not_a_list"),
         (b'{"messages": []}', "no_assistant_turn"),
         (b'{"messages": ["hi"]}', "message_not_an_object"),
@@ -109,7 +106,7 @@ def test_an_empty_answer_is_an_answer() -> None:
     ],
 )
 def test_a_line_that_is_no_row_is_rejected(line: bytes | None, reason: str) -> None:
-    result = parse_row(line)
+    result = parse_row(line).result
     assert isinstance(result, Rejected)
     assert result.reason == reason
     assert len(result.detail) <= 120
@@ -156,35 +153,3 @@ def test_tools_of_another_shape_are_rejected(tools: Any, reason: str) -> None:
     result = parse(messages=[USER, ANSWER], tools=tools)
     assert isinstance(result, Rejected)
     assert result.reason == reason
-
-
-def test_lines_are_numbered_as_an_editor_does(tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl"
-    raw = b'\xef\xbb\xbf{"a": 1}\n\n  \r\n{"b": 2}'
-    path.write_bytes(raw)
-    reader = LineReader(path)
-    assert list(reader) == [(1, b'{"a": 1}\n'), (4, b'{"b": 2}')]
-    assert reader.sha256 == hashlib.sha256(raw).hexdigest()
-    assert reader.num_bytes == len(raw)
-
-
-@pytest.mark.parametrize("size", [7, 8, 9, 15, 16, 17, 40])
-def test_a_line_over_the_limit_is_skipped_and_the_next_ones_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    monkeypatch.setattr(records, "MAX_LINE_BYTES", 8)
-    path = tmp_path / "chats.jsonl"
-    raw = b"a\n" + b"x" * size + b"\nb\n" + b"y" * size
-    path.write_bytes(raw)
-    reader = LineReader(path)
-    lines = dict(reader)
-    assert lines[1] == b"a\n"
-    assert lines[3] == b"b\n"
-    assert lines[2] == (b"x" * 7 + b"\n" if size == 7 else None)
-    assert lines[4] == (b"y" * size if size <= 8 else None)
-    assert reader.sha256 == hashlib.sha256(raw).hexdigest()
-
-
-def test_a_file_that_is_not_there_is_an_error_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere\.jsonl cannot be read: No such file"):
-        list(LineReader(tmp_path / "nowhere.jsonl"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_sft.data.tokenizer import (
+    borrowed_template,
     load_backend,
     load_tokenizer,
     own_template,
@@ -96,6 +98,87 @@ def test_a_tokenizer_without_a_template_asks_for_one(copy: Path) -> None:
     (copy / "chat_template.jinja").unlink()
     with pytest.raises(DataError, match="has no chat template: add --chat-template"):
         own_template(load_tokenizer(str(copy)), "x")
+
+
+def base_and_sibling(tmp_path: Path, suffix: str) -> Path:
+    base = Path(shutil.copytree(TINY, tmp_path / "model"))
+    (base / "chat_template.jinja").unlink()
+    shutil.copytree(TINY, tmp_path / f"model{suffix}")
+    return base
+
+
+@pytest.mark.parametrize("suffix", ["-it", "-Instruct"])
+def test_a_base_tokenizer_borrows_the_template_of_its_tuned_sibling(
+    tmp_path: Path, suffix: str
+) -> None:
+    base = base_and_sibling(tmp_path, suffix)
+    borrowed = borrowed_template(load_tokenizer(str(base)), str(base))
+    assert borrowed.template == own_template(load_tokenizer(str(TINY)), "x")
+    assert borrowed.reason == f"chat template: that of {base}{suffix} ({base} has none of its own)"
+
+
+@pytest.mark.parametrize("ending", ["-Base", "-pt"])
+def test_a_name_that_says_base_is_borrowed_for_without_it(tmp_path: Path, ending: str) -> None:
+    base = base_and_sibling(tmp_path, "-it").rename(tmp_path / f"model{ending}")
+    borrowed = borrowed_template(load_tokenizer(str(base)), str(base))
+    assert borrowed.donor == str(tmp_path / "model-it")
+
+
+def test_a_named_tokenizer_lends_its_template_even_to_one_that_has_its_own(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_text("another")
+    tokenizer = load_tokenizer(str(TINY))
+    assert borrowed_template(tokenizer, "x").reason == ""
+    assert borrowed_template(tokenizer, "x").template == own_template(tokenizer, "x")
+    borrowed = borrowed_template(tokenizer, "x", str(copy))
+    assert borrowed.template == "another"
+    assert "--chat-template-from" in borrowed.reason
+
+
+def test_a_template_that_writes_tokens_which_the_tokenizer_lacks_is_not_borrowed(
+    copy: Path,
+) -> None:
+    lender = load_tokenizer(str(copy))
+    lender.add_special_tokens({"additional_special_tokens": ["<|of the lender|>"]})
+    save_tokenizer(lender, "<|im_start|><|of the lender|>", copy)
+    tokenizer = load_tokenizer(str(TINY))
+    with pytest.raises(
+        DataError, match=r"writes <\|of the lender\|>, for which --tokenizer base has"
+    ):
+        borrowed_template(tokenizer, "base", str(copy))
+
+
+def test_without_a_sibling_or_a_network_the_error_names_what_was_tried(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    (copy / "chat_template.jinja").unlink()
+    tokenizer = load_tokenizer(str(copy))
+    with pytest.raises(DataError, match=r"none of .*-it, .*-Instruct can lend.*no such directory"):
+        borrowed_template(tokenizer, str(copy))
+
+    def no_network(*_args: object, **_more: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", no_network)
+    with pytest.raises(DataError, match="the Hub cannot be asked: no route to host"):
+        borrowed_template(tokenizer, "some/base")
+    with pytest.raises(DataError, match="--chat-template-from /nowhere/x is not a directory"):
+        borrowed_template(tokenizer, "some/base", "/nowhere/x")
+    with pytest.raises(DataError, match="has no chat template: name another tokenizer"):
+        borrowed_template(tokenizer, "some/base", str(copy))
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(copy: Path) -> None:
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["own.Own", None]}
+    config["tokenizer_class"] = "Own"
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    ran = copy / "ran"
+    (copy / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    with contextlib.suppress(DataError):
+        load_tokenizer(str(copy))
+    assert not ran.exists()
 
 
 def test_loading_and_preparing_do_not_import_torch() -> None:

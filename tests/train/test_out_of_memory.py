@@ -14,8 +14,8 @@ import pytest
 import torch
 from harness import Result, Training, launch_many
 
-from ds_sft.engine import used_memory as measuring
 from ds_sft.engine import step as step_module
+from ds_sft.engine import used_memory as measuring
 from ds_sft.errors import OutOfMemory
 from ds_sft.flags import RunConfig
 from ds_sft.run import memory
