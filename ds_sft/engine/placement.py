@@ -57,12 +57,13 @@ def next_json(current: Path, config: dict[str, Any], short: Memory) -> Path | No
     for wanted in _NEXT[short].get(devices(config), []):
         # The plainest of several: its name says only what moves.
         for path in sorted(current.parent.glob("*.json"), key=lambda p: (len(p.name), p.name)):
-            if path.resolve() != current.resolve() and _devices_of_file(path) == wanted:
+            if path.resolve() != current.resolve() and devices_of_file(path) == wanted:
                 return path
     return None
 
 
-def _devices_of_file(path: Path) -> tuple[str, str] | None:
+def devices_of_file(path: Path) -> tuple[str, str] | None:
+    """`devices` of a DeepSpeed file; None for any other file."""
     try:
         config = read_json(path)
         return devices(config) if "zero_optimization" in config else None

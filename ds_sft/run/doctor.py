@@ -79,6 +79,10 @@ def _has_gpu() -> bool:
 
 def build() -> None:
     """Build what can be built; what cannot is in the table afterwards, with the reason here."""
+    missing = [row for row in (checks.compiler(), checks.ninja()) if row.state == "FAIL"]
+    if missing:
+        print(f"[ops] nothing is built: {missing[0].name}: {missing[0].detail}", flush=True)
+        return
     for op in ("cpu_adam", "async_io"):
         try:
             ops.build_all([op])
@@ -117,8 +121,9 @@ def _nvme_path(config: dict[str, Any]) -> Path | None:
 
 
 def _files(chosen: Path) -> list[Path]:
-    """The chosen JSON, then those beside it."""
-    return [chosen, *sorted(p for p in chosen.parent.glob("*.json") if p.name != chosen.name)]
+    """The chosen JSON, then the DeepSpeed files beside it."""
+    others = [p for p in chosen.parent.glob("*.json") if p.name != chosen.name]
+    return [chosen, *sorted(p for p in others if placement.devices_of_file(p) is not None)]
 
 
 def verdict(

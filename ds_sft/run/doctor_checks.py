@@ -81,7 +81,9 @@ def libaio() -> Check:
     name = "libaio"
     if ops.is_built("async_io"):
         return Check(name=name, state="ok", detail="async_io is built with it")
-    found = ops.builder("async_io") if shutil.which(os.environ.get("CXX", "c++")) else None
+    if compiler().state == "FAIL":
+        return Check(name=name, state="-", detail="not looked for without a compiler")
+    found = ops.builder("async_io")
     if found is None or not found.is_compatible(verbose=False):
         return Check(
             name=name, state="FAIL", detail="its headers are not found",

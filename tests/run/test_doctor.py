@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,6 +316,21 @@ def test_a_model_is_compared_with_the_memory_of_the_host(
     assert doctor.verdict(PLAIN, [], DoctorFlags(), None, model).state == "ok"
 
 
+def test_files_that_are_not_deepspeeds_get_no_verdict(
+    tmp_path: Path, quiet_machine: list[Check], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(PLAIN, tmp_path / "mine.json")
+    (tmp_path / "package.json").write_text('{"name": "x"}')
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "two.json").write_text('{"zero_optimization": {"stage": 2}}')
+    doctor.run(DoctorFlags(deepspeed_config=tmp_path / "mine.json"))
+    said = capsys.readouterr().out
+    assert "ok    mine.json  can run" in said
+    assert "FAIL  two.json" in said
+    assert "package.json" not in said
+    assert "list.json" not in said
+
+
 def test_a_json_that_is_refused_has_the_reason_in_its_row(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"zero_optimization": {"stage": 3}, "gradient_cliping": 1.0}')
@@ -359,6 +375,34 @@ def test_the_exit_code_is_the_chosen_jsons(
 def test_wrong_flags_are_refused(flags: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         doctor.run(DoctorFlags(**flags))
+
+
+@pytest.mark.usefixtures("quiet_machine", "empty_path")
+def test_nothing_is_built_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ops, "build_all", lambda wanted: pytest.fail(f"builds {wanted}"))
+    doctor.run(DoctorFlags(build=True))
+    said = capsys.readouterr().out
+    assert said.startswith("[ops] nothing is built: C++ compiler: no `c++` in PATH\n")
+
+
+@pytest.mark.usefixtures("extensions", "empty_path")
+def test_without_a_compiler_nobody_looks_for_libaio() -> None:
+    assert checks.libaio().state == "-"
+
+
+@pytest.mark.usefixtures("extensions")
+def test_missing_headers_of_libaio_name_the_json_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "compiler", lambda: row("ok"))
+    builder = SimpleNamespace(is_compatible=lambda verbose: False)
+    monkeypatch.setattr(ops, "builder", lambda op: builder)
+    said = checks.libaio()
+    assert (said.state, said.stops) == ("FAIL", ("nvme",))
+    assert "install_nvme_deps.sh" in said.advice
+    assert "ds_configs/zero3_offload_optimizer.json" in said.advice
+    builder.is_compatible = lambda verbose: True
+    assert checks.libaio().state == "ok"
 
 
 @pytest.mark.usefixtures("quiet_machine")
