@@ -8,6 +8,7 @@ the one that speaks. Leaves the measuring to `engine.used_memory`, what would fi
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shlex
 import socket
@@ -66,11 +67,11 @@ def in_one_line(plan: Plan) -> Iterator[None]:
 
 
 def what_to_try(plan: Plan, short: str) -> str:
-    """The next smaller setting, and the command that lists what fits.
+    """What was predicted, the next smaller setting, and the command that lists what fits.
 
     `short` is what `used_memory.ran_out` says.
     """
-    run, batches = plan.run, plan.batches
+    run = plan.run
     ways = []
     if run.per_device_batch > 1:
         ways.append(f"--per-device-batch {run.per_device_batch // 2}")
@@ -82,8 +83,31 @@ def what_to_try(plan: Plan, short: str) -> str:
     if not ways:
         ways.append("more GPUs, or data with a shorter --max-seq-len")
     fit = ["ds-sft", "fit", "--model-id", plan.recipe.model_id]
-    fit += ["--max-seq-len", str(plan.data.max_seq_len), "--world-size", str(batches.world_size)]
-    return f"try {', then '.join(ways)}; `{shlex.join(fit)}` lists what fits"
+    fit += ["--max-seq-len", str(plan.data.max_seq_len)]
+    fit += ["--world-size", str(plan.batches.world_size)]
+    return f"{predicted(plan)}try {', then '.join(ways)}; `{shlex.join(fit)}` lists what fits"
+
+
+def predicted(plan: Plan) -> str:
+    """The breakdown of `plan --memory` as part of a line; empty where it cannot be made.
+
+    It takes some seconds. Whatever goes wrong in it must not hide what was measured.
+    """
+    try:
+        said = importlib.import_module("ds_sft.plan_memory").facts(plan)
+        gpu, host = said["gpu"], said["host"]
+        parts = [(n, v) for n, v in gpu.items() if n not in ("phase", "total") and v]
+        sizes = ", ".join(f"{name} {_gb(size)}" for name, size in parts)
+        return (
+            f"predicted were {_gb(gpu['total'])} a GPU in the {gpu['phase']} ({sizes}) and "
+            f"{_gb(host['total'])} of host memory a node; "
+        )
+    except Exception:
+        return ""
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
 
 
 def _short() -> str:

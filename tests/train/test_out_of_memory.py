@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +101,7 @@ def test_a_failed_allocation_becomes_one_line_with_what_was_measured(name: str) 
     assert message.startswith(f"out of {what} memory: ")
     assert "\n" not in message
     assert "GB resident at the peak" in message
-    assert ": try --per-device-batch 2, then --deepspeed-config " in message
+    assert "try --per-device-batch 2, then --deepspeed-config " in message
     assert "`ds-sft fit --model-id Qwen/Qwen3-8B --max-seq-len 4096 --world-size 2`" in message
     assert caught.value.exit_code == 2
 
@@ -126,9 +127,25 @@ def test_the_next_json_needs_less_of_the_memory_that_ran_out(
         FAILURES[error][0]()
 
 
+def test_what_was_predicted_is_said_beside_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = {"phase": "update", "weights": 2_000_000_000, "network": 0, "total": 2_500_000_000}
+    facts = {"gpu": gpu, "host": {"total": 7_000_000_000}}
+    fake = SimpleNamespace(facts=lambda plan: facts)
+    monkeypatch.setitem(sys.modules, "ds_sft.plan_memory", fake)
+    said = memory.what_to_try(plan(), "gpu")
+    assert said.startswith(
+        "predicted were 2.50 GB a GPU in the update (weights 2.00 GB) and 7.00 GB of host memory "
+        "a node; try --deepspeed-config "
+    )
+    fake.facts = real_python_failure
+    assert memory.what_to_try(plan(), "gpu").startswith("try --deepspeed-config ")
+
+
 def test_when_there_is_no_next_json_it_says_so() -> None:
     last = plan(deepspeed_config=ZERO3.with_name("zero3_offload_nvme.json"))
-    assert memory.what_to_try(last, "gpu").startswith("try more GPUs, or data with a shorter ")
+    assert "try more GPUs, or data with a shorter " in memory.what_to_try(last, "gpu")
 
 
 OTHERS = (ValueError("out of memory"), OSError(28, "no space"), RuntimeError("x"), SystemExit(75))
