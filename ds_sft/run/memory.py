@@ -24,6 +24,7 @@ from ds_sft.flags import RunConfig
 from ds_sft.plan import Plan
 
 TOLERANCE = 1.1  # of a budget
+_SMALL = 10_000_000  # bytes that no breakdown names
 _NAMES = {"gpu": "GPU", "host": "host", "cuda": "GPU or page-locked host"}
 
 
@@ -96,7 +97,7 @@ def predicted(plan: Plan) -> str:
     try:
         said = importlib.import_module("ds_sft.plan_memory").facts(plan)
         gpu, host = said["gpu"], said["host"]
-        parts = [(n, v) for n, v in gpu.items() if n not in ("phase", "total") and v]
+        parts = [(n, v) for n, v in gpu.items() if n not in ("phase", "total") and v >= _SMALL]
         sizes = ", ".join(f"{name} {_gb(size)}" for name, size in parts)
         return (
             f"predicted were {_gb(gpu['total'])} a GPU in the {gpu['phase']} ({sizes}) and "

@@ -130,7 +130,12 @@ def test_the_next_json_needs_less_of_the_memory_that_ran_out(
 def test_what_was_predicted_is_said_beside_what_was_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu = {"phase": "update", "weights": 2_000_000_000, "network": 0, "total": 2_500_000_000}
+    gpu = {
+        "phase": "update",
+        "weights": 2_000_000_000,
+        "network": 5_000_000,
+        "total": 2_500_000_000,
+    }
     facts = {"gpu": gpu, "host": {"total": 7_000_000_000}}
     fake = SimpleNamespace(facts=lambda plan: facts)
     monkeypatch.setitem(sys.modules, "ds_sft.plan_memory", fake)
