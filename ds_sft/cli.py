@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": "is a packed data set, a checkpoint or an export whole?",
     "reshard": "a native checkpoint -> one of another number of ranks",
     "inspect": "look into a data set: packs, documents, a text, rejected rows, plots",
+    "doctor": "is this machine ready: compilers, operators, disks, memory, kernels?",
     "env": "write .deepspeed_env: the variables that workers on other hosts need",
 }
 _MAINS = {"plan": "ds_sft.plan", "train": "ds_sft.train"}
@@ -35,6 +36,7 @@ _FLAGS = {
     "export": ("ds_sft.run.commands", "ExportFlags", "export"),
     "verify": ("ds_sft.run.commands", "VerifyFlags", "verify"),
     "reshard": ("ds_sft.run.commands", "ReshardFlags", "reshard"),
+    "doctor": ("ds_sft.run.doctor", "DoctorFlags", "run"),
     "env": ("ds_sft.run.launch_env", "EnvFlags", "run"),
 }
 """Module, flags and function of the others."""
@@ -75,11 +77,12 @@ def _run(command: str, argv: list[str]) -> None:
     if command in _MAINS:
         importlib.import_module(_MAINS[command]).main(argv)
     elif command in _FLAGS:
-        from ds_sft.flags import parse_flags
+        from ds_sft.flags import parse_flags, parse_with_preset
 
         name, flags, function = _FLAGS[command]
         module = importlib.import_module(name)
-        parsed: object = parse_flags(getattr(module, flags), argv, f"ds-sft {command}")
+        parse = parse_with_preset if command == "prepare" else parse_flags
+        parsed: object = parse(getattr(module, flags), argv, f"ds-sft {command}")
         getattr(module, function)(parsed)
     else:
         near = difflib.get_close_matches(command, COMMANDS, n=1)

@@ -6,6 +6,7 @@
     ├── CheckpointError    a checkpoint or an export cannot be used, or cannot be written
     │   └── SavingFailed   ... several times in a row: the run stops
     ├── PreflightError     a start-up proof failed: machine or library do not do what we rely on
+    ├── OutOfMemory        a rank needs more memory than it has, or than its budget
     └── TrainingDiverged   the loss or the gradient is not finite
 
 `exit_code` is what the process ends with. 2 means that the person has to change something before
@@ -41,6 +42,13 @@ class SavingFailed(CheckpointError):
 
 class PreflightError(DsSftError):
     """A start-up proof failed: the machine or a library does not do what we rely on."""
+
+
+class OutOfMemory(DsSftError):
+    """A rank needs more memory than it has, or than --memory-budget-gb; the same start fails again.
+
+    Weights of completed steps are as good as ever.
+    """
 
 
 class TrainingDiverged(DsSftError):

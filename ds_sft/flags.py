@@ -8,16 +8,18 @@ picks the defaults that the other flags then override. Imports neither torch nor
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tyro
 
+from ds_sft import presets
 from ds_sft.errors import ConfigError
 from ds_sft.recipe.recipe import RECIPES, Recipe, named_recipe, recipe_from_mapping
 
@@ -44,6 +46,11 @@ class RunConfig:
     """Run directory: run.json, metrics.jsonl, checkpoints/, hf/, finished."""
     recipe: str = DEFAULT_RECIPE
     """Named recipe (qwen3-8b, qwen3-4b, qwen3-1.7b) or a .toml file."""
+    preset: str = ""
+    """Flags for one card of a size: smoke-12gb, 16gb, 24gb or 80gb; flags given here win over it,
+    and it wins over the recipe."""
+    preset_origins: tyro.conf.Suppress[tyro.conf.Fixed[tuple[str, ...]]] = ()
+    """Where the fields that a preset may decide have their values from; no flag."""
     deepspeed_config: Path = Path("ds_configs/zero3.json")
     """Plain DeepSpeed JSON; what the recipe decides is not in it."""
     nvme_path: Path | None = None
@@ -54,6 +61,9 @@ class RunConfig:
     """Length of the run in passes over the data; excludes --num-train-steps."""
     per_device_batch: int = 1
     """Packs per rank in one microbatch."""
+    memory_budget_gb: float = 0.0
+    """End the run when a rank's peak (allocated on its GPU; on a CPU its resident memory) exceeds
+    so many 1e9 bytes by a tenth; 0 = no budget."""
     allow_idle: bool = False
     """Accept more than 25 % idle slots when the world size does not divide the batch."""
     loss_chunk_size: int = 2048
@@ -116,6 +126,7 @@ class RunConfig:
             )
         minimum = {
             "per_device_batch": 1,
+            "memory_budget_gb": 0,
             "loss_chunk_size": 0,
             "keep_checkpoints": 0,
             "stop_after": 0,
@@ -163,7 +174,8 @@ def parse_train(argv: Sequence[str], prog: str = "ds_sft.train") -> tuple[RunCon
 def parse_with_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
     """Parse a dataclass with a `run: RunConfig` and a `science: Recipe` part.
 
-    The recipe named by `--recipe` supplies the defaults of the science's flags.
+    The recipe named by `--recipe` supplies the defaults of the science's flags; over them lies
+    what `--preset` says, and over that what was given.
     """
     argv = accept_old_spellings(argv)
     base = load_recipe(_peek(argv, "--recipe") or DEFAULT_RECIPE)
@@ -171,7 +183,42 @@ def parse_with_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
     epochs = _peek(argv, "--epochs")
     if steps and epochs:
         raise ConfigError(f"--epochs {epochs} and --num-train-steps {steps} exclude each other")
-    return parse_flags(cls, argv, prog, defaults={"run": tyro.MISSING_NONPROP, "science": base})
+    defaults = {"run": tyro.MISSING_NONPROP, "science": base}
+    words = preset_words(argv, presets.of_training, without={"epochs"} if steps else set())
+    parsed: Any = parse_flags(cls, [*words, *argv], prog, defaults=defaults)
+    chosen = {**dataclasses.asdict(parsed.run), **dataclasses.asdict(parsed.science)}
+    recipe = {field.name for field in dataclasses.fields(base)}
+    origins = presets.origins(parsed.run.preset, given_flags(argv), chosen, recipe)
+    run = dataclasses.replace(parsed.run, preset_origins=origins)
+    return dataclasses.replace(parsed, run=run)  # type: ignore[no-any-return]
+
+
+def parse_with_preset(cls: type[T], argv: Sequence[str], prog: str) -> T:
+    """Parse the flags of `prepare`, which has presets and no recipe."""
+    words = preset_words(argv, presets.of_prepare)
+    parsed: Any = parse_flags(cls, [*words, *argv], prog)
+    given = given_flags(argv)
+    origins = presets.origins(parsed.preset, given, dataclasses.asdict(parsed), set())
+    return dataclasses.replace(parsed, preset_origins=origins)  # type: ignore[no-any-return]
+
+
+def preset_words(
+    argv: Sequence[str],
+    fields_of: Callable[[str], Mapping[str, object]],
+    without: Set[str] = frozenset(),
+) -> list[str]:
+    """The fields of the preset in `argv` as words to put before it: the last value counts."""
+    words: list[str] = []
+    for name, value in fields_of(_peek(argv, "--preset") or "").items():
+        if name not in without:
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else [str(value)]
+    return words
+
+
+def given_flags(argv: Sequence[str]) -> set[str]:
+    """Names of the fields whose flags are on the command line."""
+    return {w[2:].partition("=")[0].replace("-", "_") for w in argv if w.startswith("--")}
 
 
 def parse_flags(

@@ -16,11 +16,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from ds_sft import presets
 from ds_sft.data.model_files import ModelFiles, find_model
 from ds_sft.data.order import run_order
 from ds_sft.data.packed import PackedDataset
 from ds_sft.engine import swap_files
 from ds_sft.engine.config import engine_config, read_json
+from ds_sft.engine.placement import note_host_memory
 from ds_sft.errors import ConfigError, DataError
 from ds_sft.flags import RunConfig, parse_with_recipe
 from ds_sft.plan_data import (
@@ -127,6 +129,8 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         raise DataError(
             f"{data.path} holds no pack: run `ds-sft prepare` on input with usable rows"
         )
+    note = presets.check_length(run.preset, data.max_seq_len, data.path, data.manifest)
+    notes += [note] if note else []
     model = find_model(recipe.model_id)
     _check_pair(data, model, recipe, notes)
     tokenizer_dir = check_tokenizers(run, data, model, notes)
@@ -153,6 +157,9 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     validation = open_validation(run, data, model, world_size)
     _check_place(run, None if model is None else model.directory)
     swap_files.check(ds_config, model, world_size)
+    if model is not None:
+        warning = note_host_memory(run.deepspeed_config, ds_config, model, world_size)
+        notes += [warning] if warning else []
     point = _check_resume(run, recipe, data, model, tokenizer_dir, world_size, notes)
     _note_oddities(run, recipe, schedule, batches, model, notes)
     return Plan(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ds_sft import presets
 from ds_sft.data.model_files import ModelFiles
 from ds_sft.data.order import LEVANTER_ORDERS
 from ds_sft.engine.config import optimizer_kind
@@ -58,7 +59,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         },
         "optimizer": optimizer_kind(plan.ds_config),
         "ds_config": plan.ds_config,
-        "notes": plan.notes,
+        "notes": [*presets.describe(plan.run.preset, plan.run.preset_origins), *plan.notes],
     }
 
 

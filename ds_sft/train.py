@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_sft.cli import reporting
 from ds_sft.data.model_files import ModelFiles
+from ds_sft.engine.machine import set_threads
 from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.flags import parse_train
 from ds_sft.plan import Plan, check, show
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, and train. Ends the process with the exit code of what happened."""
     # Started through ssh, a rank has the login shell's PATH: DeepSpeed would not find ninja.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    threads = set_threads()
     with ending_at_once(), reporting():
         with rank_zero_first():
             run, recipe = parse_train(sys.argv[1:] if argv is None else argv)
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with RunLock(RunDir(run.run_dir).lock) if is_rank_zero() else contextlib.nullcontext():
             if is_rank_zero():
                 stopping.forget_an_old_stop()
-            code = train(plan, stopping)
+            code = train(plan, stopping, threads)
         if code:
             raise SystemExit(code)
 
@@ -99,11 +101,13 @@ def rank_zero_first() -> Iterator[None]:
         raise
 
 
-def train(plan: Plan, stopping: Stopping) -> int:
+def train(plan: Plan, stopping: Stopping, threads: str) -> int:
     """Run the optimizer steps that are left, saving and exporting; returns the exit code."""
+    from ds_sft import presets
     from ds_sft.engine import build, proofs
     from ds_sft.engine.step import train_step
     from ds_sft.recipe.cadence import due_after
+    from ds_sft.run import memory
     from ds_sft.run.flops import mfu_factor
     from ds_sft.run.metrics import RunLog
     from ds_sft.run.saver import Saver
@@ -111,12 +115,15 @@ def train(plan: Plan, stopping: Stopping) -> int:
 
     run, recipe, schedule, batches = plan.run, plan.recipe, plan.schedule, plan.batches
     with (
+        memory.in_one_line(plan),
         build.distributed(run.collective_timeout_minutes),
         Watch(run.step_timeout_minutes) as watch,
     ):
         start = str(plan.resume_from.path) if plan.resume_from else "step 0"
         proofs.prove_same_files(run.run_dir, plan.data_sha256, start)
         plan, model, tokenizer_dir = with_model(plan)
+        for line in (threads, *presets.describe(run.preset, run.preset_origins)):
+            build.say(f"[init] {line}")
         engine = build.build_engine(run, recipe, plan.ds_config, model)
         saver = Saver(engine, run, recipe, plan.ds_config, plan.data, model, tokenizer_dir)
         for note in plan.notes:
@@ -137,11 +144,15 @@ def train(plan: Plan, stopping: Stopping) -> int:
                 result = train_step(
                     engine, plan.data, batches, step, lr,
                     flag=saver.timer_fired, stop=stopping.agreed, progress=log.within_step,
+                    over_budget=lambda: memory.over_budget(run),
                 )  # fmt: skip
             if result is None:
                 break
             saver.health.judge(result)
             log.step(result)
+            if result.over_budget:
+                saver.before_stopping(log.completed)
+                raise memory.budget_error(plan)
             due = due_after(step + 1, schedule.num_steps, recipe, timer_fired=result.rank0_flag)
             if due.export:
                 saver.export(due.label, interrupted=stopping.agreed)

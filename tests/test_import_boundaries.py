@@ -15,7 +15,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "safetensors", "matplotlib", "wan
 # What each room may import of ours, at any level of the file; the ground (errors) is free to all.
 ALLOWED = {
     "recipe": {"recipe"},
-    "data": {"data", "recipe", "flags"},
+    "data": {"data", "recipe", "flags", "presets"},
     "model": {"model", "data", "recipe"},
     "engine": {"engine", "model", "data", "recipe", "flags", "plan"},
 }
@@ -32,6 +32,7 @@ LIGHT = [
     "ds_sft.engine.config",
     "ds_sft.recipe.batching",
     "ds_sft.run.commands",
+    "ds_sft.run.doctor",
     "ds_sft.run.launch_env",
     "ds_sft.run.resume",
 ]

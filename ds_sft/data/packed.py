@@ -180,8 +180,9 @@ def _check_shapes(root: Path, arrays: Mapping[str, Array], max_seq_len: int) -> 
 def check_hashes(data: PackedDataset, share: int = 0, of: int = 1) -> list[str]:
     """Compare every file with its hash in the manifest; return the names checked.
 
-    Reads the whole data set, or the `share`-th of `of` parts of its files. An empty list means that the manifest holds no hashes (first trainer).
-    Raises DataError naming the first file that differs.
+    Reads the whole data set, or the `share`-th of `of` parts of its files. An empty list means that
+    the manifest holds no hashes (first trainer). Raises DataError naming the first file that
+    differs.
     """
     hashes = dict(list(data.manifest.get("sha256", {}).items())[share::of])
     for name, expected in hashes.items():

@@ -41,6 +41,7 @@ from ds_sft.data.tokenizer import (
     tokenizer_hash,
 )
 from ds_sft.errors import DataError
+from ds_sft.presets import describe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,6 +104,8 @@ def _start(flags: PrepareFlags, tokenizer_dir: Path) -> _Run:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
+    for line in describe(flags.preset, flags.preset_origins):
+        console.print(line, markup=False)
     tokenizer = load_tokenizer(flags.tokenizer)
     if flags.chat_template:
         template, name, donor = read_template(flags.chat_template), flags.chat_template, ""

@@ -45,6 +45,11 @@ class PrepareFlags:
     """Tokenizer: a directory, or a model's id on the Hub."""
     out: Path | None = None
     """Directory to write; appears only when it is whole."""
+    preset: str = ""
+    """Length (and number of rows) for one card: smoke-12gb, 16gb, 24gb or 80gb; flags given here
+    win over it."""
+    preset_origins: tyro.conf.Suppress[tyro.conf.Fixed[tuple[str, ...]]] = ()
+    """Where the fields that a preset may decide have their values from; no flag."""
     max_seq_len: int = 32768
     """Length of a pack in tokens."""
     format: Format = "auto"

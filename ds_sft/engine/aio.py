@@ -24,8 +24,8 @@ def prepare() -> None:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"NVMe offload needs DeepSpeed's async_io, which cannot be built here ({reason}): "
-            "install libaio's headers (Debian: libaio-dev) and run `python scripts/build_ops.py "
-            "async_io`, or use ds_configs/zero3_offload_optimizer.json"
+            "install libaio's headers (Debian: libaio-dev) and run `ds-sft doctor --build`, or use "
+            "ds_configs/zero3_offload_optimizer.json"
         ) from error
     from deepspeed.runtime.swap_tensor import (
         async_swapper,

@@ -134,7 +134,8 @@ def make_optimizer(
         except Exception as error:
             raise ConfigError(
                 "offload_optimizer needs DeepSpeed's CPU Adam, which cannot be built here "
-                f"({error}): install a C++ compiler and ninja, or use ds_configs/zero3.json"
+                f"({error}): install a C++ compiler and ninja (`ds-sft doctor` says what is "
+                "missing), or use ds_configs/zero3.json"
             ) from error
     return torch.optim.AdamW(
         groups, lr=recipe.learning_rate, betas=betas, eps=recipe.eps, fused=True

@@ -41,6 +41,8 @@ class StepResult:
     """Document tokens of the batch, without padding."""
     rank0_flag: bool
     """What rank 0 passed as `flag`, known to all ranks."""
+    over_budget: bool
+    """Whether any rank said `over_budget`."""
     problem: str
     """Why the update was dropped, with what is to blame; empty when it was applied."""
 
@@ -54,14 +56,16 @@ def train_step(
     *,
     flag: Callable[[], bool] = lambda: False,
     stop: Callable[[], bool] = lambda: False,
+    over_budget: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> StepResult | None:
     """Run every microbatch of optimizer step `step`, then apply the update with `lr`.
 
     Loss = mean over loss groups of (summed loss / target tokens of the group). `micro.scale` is
     world_size / (num_groups * group_tokens): DeepSpeed averages over ranks, the world_size undoes
-    it. `flag` is asked on rank 0 once the microbatches are done. `stop` is asked before each
-    microbatch, on every rank with the same answer; then what was computed is thrown away: None.
+    it. Once the microbatches are done, `flag` is asked on rank 0 and `over_budget` on every rank,
+    which thus sees the memory of the update before. `stop` is asked before each microbatch, on
+    every rank with the same answer; then what was computed is thrown away: None.
     When the loss or the gradient is not finite the update is dropped, and the result says why.
     """
     sums = torch.zeros(batches.num_groups, device=engine.device)  # [G], this rank's share
@@ -77,7 +81,7 @@ def train_step(
         done.append((micro, loss_sum.detach()))
         progress(i + 1, batches.micro_per_step)
     group_tokens = batches.step_tokens(step)
-    group_sums, fired = agree(sums, dist.get_rank() == 0 and flag())
+    group_sums, (fired, too_large) = agree(sums, dist.get_rank() == 0 and flag(), over_budget())
     losses = [total / tokens for total, tokens in zip(group_sums, group_tokens, strict=True)]
     loss = sum(losses) / len(losses)
     for group in engine.optimizer.param_groups:
@@ -91,6 +95,7 @@ def train_step(
         target_tokens=sum(group_tokens),
         tokens=document_tokens(data, batches, step),
         rank0_flag=fired,
+        over_budget=too_large,
         problem="" if blamed is None else _problem(engine, step, loss, done, blamed),
     )
 
@@ -117,12 +122,13 @@ def _problem(
     return f"the {what} of step {step} is {value} ({'; '.join(parts)})"
 
 
-def agree(sums: torch.Tensor, flag: bool) -> tuple[list[float], bool]:
-    """Sum `sums` [G] and the flag over all ranks: the one collective of ours in a step."""
-    shared = torch.cat([sums.double(), sums.new_tensor([float(flag)], dtype=torch.float64)])
+def agree(sums: torch.Tensor, *flags: bool) -> tuple[list[float], list[bool]]:
+    """`sums` [G] over all ranks, and which flags any has: the one collective of ours in a step."""
+    raised = sums.new_tensor([float(flag) for flag in flags], dtype=torch.float64)
+    shared = torch.cat([sums.double(), raised])
     dist.all_reduce(shared)
-    *totals, fired = shared.tolist()
-    return totals, fired > 0
+    totals = shared.tolist()
+    return totals[: len(sums)], [count > 0 for count in totals[len(sums) :]]
 
 
 def prefetched(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ds_sft.data.model_files import ModelFiles
-from ds_sft.engine import aio
+from ds_sft.engine import aio, machine
 from ds_sft.errors import ConfigError
 
 PREFIX = "ds-sft-swap-"
@@ -32,7 +32,6 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 OPTIMIZER_BYTES = 16
 BUFFER_SIZE = 100_000_000  # DeepSpeed's, where the file says nothing
 IN_MEMORY = ("tmpfs", "ramfs")
-GPUS_OF_A_HOST = 8  # assumed by a plan; a launched run knows
 _LOCK = "lock"
 _held: list[TextIO] = []  # open for as long as the process lives
 
@@ -59,16 +58,16 @@ def check(ds_config: dict[str, Any], model: ModelFiles | None, world_size: int) 
 
     Without a `model` the sizes are left unchecked.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, GPUS_OF_A_HOST)))
+    here = machine.local_ranks(world_size)
     needed: dict[Path, int] = {}
     for name, path in paths(ds_config).items():
-        _check_place(path)
+        check_place(path)
         share = 0 if model is None else model.num_parameters * here // world_size
         needed[path] = needed.get(path, 0) + share * bytes_per_parameter(ds_config, name)
     if model is not None and "offload_param" in paths(ds_config):
         _check_buffers(ds_config["zero_optimization"]["offload_param"], model, world_size)
     for path, size in needed.items():
-        free = shutil.disk_usage(path).free + sum(map(_size, _abandoned(path)))
+        free = shutil.disk_usage(path).free + sum(map(size_of, abandoned(path)))
         if free < size:
             raise ConfigError(
                 f"nvme_path {path} has {free / 1e9:.1f} GB free, but {here} ranks of this host "
@@ -86,7 +85,8 @@ def _check_buffers(section: dict[str, Any], model: ModelFiles, world_size: int) 
         )
 
 
-def _check_place(path: Path) -> None:
+def check_place(path: Path) -> None:
+    """Raise ConfigError unless `path` is a directory on a disk that takes direct writes."""
     if not path.is_dir():
         raise ConfigError(
             f"nvme_path {path} is not a directory: name one on a local NVMe disk with --nvme-path"
@@ -148,7 +148,7 @@ def claim(ds_config: dict[str, Any]) -> dict[str, Any]:
 
 def _own_directory(path: Path) -> Path:
     with _only_one(path):
-        for directory in _abandoned(path):
+        for directory in abandoned(path):
             shutil.rmtree(directory, ignore_errors=True)
         rank = os.environ.get("RANK", "0")
         mine = Path(tempfile.mkdtemp(prefix=f"{PREFIX}rank{rank}-", dir=path))
@@ -170,7 +170,7 @@ def _only_one(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _abandoned(path: Path) -> list[Path]:
+def abandoned(path: Path) -> list[Path]:
     """Swap directories in `path` that no living process holds."""
     return [d for d in path.glob(f"{PREFIX}rank*") if d.is_dir() and not _is_held(d)]
 
@@ -186,7 +186,8 @@ def _is_held(directory: Path) -> bool:
     return False
 
 
-def _size(directory: Path) -> int:
+def size_of(directory: Path) -> int:
+    """Bytes on disk below `directory`."""
     size = 0
     for folder, _, names in os.walk(directory):  # which passes over what vanishes meanwhile
         for name in names:

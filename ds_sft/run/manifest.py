@@ -17,6 +17,7 @@ from typing import Any
 from ds_sft.data.packed import PackedDataset
 from ds_sft.data.sealed import sealed_json
 from ds_sft.flags import RunConfig
+from ds_sft.presets import NOT_FOR_PUBLISHING
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.run import changes
 from ds_sft.run.atomic import write_file
@@ -47,7 +48,19 @@ def write_run_json(
         "git_commit": _git_commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+    mark = NOT_FOR_PUBLISHING.get(run.preset) or (_mark(run_dir) if first_step else None)
+    if mark:
+        record["not_for_publishing"] = mark
     write_file(run_dir.run_json, sealed_json(record))
+
+
+def _mark(run_dir: RunDir) -> str | None:
+    """What the run.json of the steps before this start says about publishing."""
+    try:
+        found = json.loads(run_dir.run_json.read_text(encoding="utf-8"))["not_for_publishing"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(found)
 
 
 def write_finished(run_dir: RunDir, completed: int, seconds: float, loss: float | None) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import resource
 import sys
 import time
 import uuid
@@ -19,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ds_sft.engine.evaluate import EvalResult
 from ds_sft.engine.step import StepResult
+from ds_sft.engine.used_memory import peak_memory_gb
 from ds_sft.flags import RunConfig
 from ds_sft.run import manifest
 from ds_sft.run.atomic import write_file
@@ -286,13 +285,6 @@ def rows_in(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("label"), int):
             rows.append(row)
     return rows
-
-
-def peak_memory_gb() -> float:
-    """Peak so far: allocated on the GPU, or resident on a CPU; 1e9 bytes."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def finite(value: float) -> float | None:

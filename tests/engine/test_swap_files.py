@@ -95,7 +95,7 @@ def test_every_process_has_its_own_directory_and_a_living_one_keeps_it(tmp_path:
         mine = swap_files._own_directory(tmp_path)
         assert mine != theirs
         assert (theirs / "x.swp").is_file()
-        assert swap_files._abandoned(tmp_path) == []
+        assert swap_files.abandoned(tmp_path) == []
     finally:
         process.kill()
         process.wait()

@@ -17,7 +17,7 @@ from ds_sft.run.health import SPIKE_FROM, Health
 def result(step: int, loss: float = 1.0, problem: str = "") -> StepResult:
     return StepResult(
         step=step, loss=loss, lr=0.1, grad_norm=1.0, target_tokens=8, tokens=8, rank0_flag=False,
-        problem=problem,
+        over_budget=False, problem=problem,
     )  # fmt: skip
 
 

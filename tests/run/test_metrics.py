@@ -23,7 +23,7 @@ NO_MONITOR: Any = SimpleNamespace(enabled=False)
 def result(step: int, **changes: Any) -> StepResult:
     values = {
         "step": step, "loss": 1.5, "lr": 0.001, "grad_norm": 2.0, "target_tokens": 10,
-        "tokens": 100, "rank0_flag": False, "problem": "",
+        "tokens": 100, "rank0_flag": False, "over_budget": False, "problem": "",
     }  # fmt: skip
     return StepResult(**{**values, **changes})
 

@@ -39,7 +39,7 @@ def leave_out() -> None:
             return real(engine, data, batches, number, lr, **kw)
         return StepResult(
             step=number, loss=0.0, lr=lr, grad_norm=0.0, target_tokens=1, tokens=1,
-            rank0_flag=False, problem="",
+            rank0_flag=False, over_budget=False, problem="",
         )  # fmt: skip
 
     step.train_step = train_step

@@ -128,7 +128,7 @@ BAD = {
     "gradient-skip": ("gradient", {"--on-nonfinite": "skip"}),
     "gradient-skip-offload": (
         "gradient",
-        {"--on-nonfinite": "skip", "--deepspeed-config": OFFLOAD},
+        {"--on-nonfinite": "skip", **OFFLOAD},
     ),
     "loss-skip": ("loss", {"--on-nonfinite": "skip"}),
     "never": ("left out", {}),

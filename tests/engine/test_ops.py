@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-build_ops = load_script("build_ops")
+from ds_sft.engine import ops
 
 
 def make_lock(root: Path, folder: str, age_seconds: float) -> Path:
@@ -40,13 +24,13 @@ def make_lock(root: Path, folder: str, age_seconds: float) -> Path:
 @pytest.mark.parametrize("folder", ["cpu_adam", "py311_cpu/cpu_adam"])
 def test_an_old_lock_that_nobody_holds_is_removed(tmp_path: Path, folder: str) -> None:
     lock = make_lock(tmp_path, folder, age_seconds=600)
-    assert build_ops.clear_stale_locks(tmp_path, {"cpu_adam"}, 60) == [lock]
+    assert ops.clear_stale_locks(tmp_path, {"cpu_adam"}, 60) == [lock]
     assert not lock.exists()
 
 
 def test_locks_of_other_operators_are_left_alone(tmp_path: Path) -> None:
     lock = make_lock(tmp_path, "somebody_elses_op", age_seconds=600)
-    assert build_ops.clear_stale_locks(tmp_path, {"cpu_adam"}, 60) == []
+    assert ops.clear_stale_locks(tmp_path, {"cpu_adam"}, 60) == []
     assert lock.exists()
 
 
@@ -56,8 +40,8 @@ def test_a_lock_is_kept_while_a_compiler_works_in_its_folder(
     lock = make_lock(tmp_path, "cpu_adam", age_seconds=600)
     compiler = subprocess.Popen(["sleep", "0.8"], cwd=lock.parent)
     try:
-        assert build_ops.is_being_built(lock.parent)
-        removed = build_ops.clear_stale_locks(tmp_path, {"cpu_adam"}, 60)
+        assert ops.is_being_built(lock.parent)
+        removed = ops.clear_stale_locks(tmp_path, {"cpu_adam"}, 60)
         assert compiler.poll() is not None
     finally:
         compiler.wait()
@@ -68,5 +52,5 @@ def test_a_lock_is_kept_while_a_compiler_works_in_its_folder(
 def test_a_young_lock_is_waited_for(tmp_path: Path) -> None:
     make_lock(tmp_path, "cpu_adam", age_seconds=0)
     started = time.monotonic()
-    build_ops.clear_stale_locks(tmp_path, {"cpu_adam"}, 0.5)
+    ops.clear_stale_locks(tmp_path, {"cpu_adam"}, 0.5)
     assert time.monotonic() - started >= 0.5
