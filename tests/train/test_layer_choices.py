@@ -1,0 +1,87 @@
+"""Recomputation, offloaded inputs and tiles in real ZeRO-3 runs: the curve stays Levanter's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import harness
+import numpy as np
+import pytest
+from harness import Result, Training, launch_many
+
+STEPS = 3
+LOSS_LIMIT = 1e-4  # of Levanter's curve, as in test_golden_trajectory
+# Nothing stays gathered: a parameter that is not fetched when needed fails or shows in the loss.
+TIGHT = {
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 20000,
+        "stage3_prefetch_bucket_size": 20000,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 40000,
+        "stage3_max_reuse_distance": 0,
+        "sub_group_size": 40000,
+    }
+}
+BIT_EQUAL = {
+    "none recomputed": {"--recompute-every": 0},
+    "every second": {"--recompute-every": 2},
+    "offloaded": {"--offload-activations": True},
+}
+TILES = {
+    "tiles": {"--mlp-tiles": 3},
+    "all": {"--mlp-tiles": 3, "--recompute-every": 2, "--offload-activations": True},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(
+    tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Result]:
+    work = tmp_path_factory.mktemp("layers")
+    tight = work / "tight.json"
+    tight.write_text(json.dumps(TIGHT))
+    common = {"--deepspeed-config": tight, "--stop-after": STEPS, "--skip-checks": True}
+    by_name = {"as always": {}, **BIT_EQUAL, **TILES}
+    trainings = [
+        Training(harness.flags(tiny_model, tiny_data, work / str(i), {**common, **changes}))
+        for i, changes in enumerate(by_name.values())
+    ]
+    done = launch_many(2, trainings, work)
+    for name, result in zip(by_name, done, strict=True):
+        assert result.codes == [0, 0], f"{name}: {result.text[-3000:]}"
+    return dict(zip(by_name, done, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["as always", *BIT_EQUAL, *TILES])
+def test_the_losses_are_levanters(runs: dict[str, Result], name: str) -> None:
+    golden = [row["loss"] for row in harness.golden_trajectory("untied")[:STEPS]]
+    np.testing.assert_allclose(runs[name].column("loss"), golden, rtol=0, atol=LOSS_LIMIT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BIT_EQUAL)
+def test_what_is_kept_and_where_changes_no_bit(runs: dict[str, Result], name: str) -> None:
+    for column in ("loss", "grad_norm"):
+        assert runs[name].column(column) == runs["as always"].column(column)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_change_the_curve_by_rounding_only(runs: dict[str, Result], name: str) -> None:
+    for column in ("loss", "grad_norm"):
+        want = runs["as always"].column(column)
+        np.testing.assert_allclose(runs[name].column(column), want, rtol=2e-6, atol=0)
+
+
+@pytest.mark.slow
+def test_each_choice_is_said_once(runs: dict[str, Result]) -> None:
+    text = runs["all"].text
+    for line in (
+        "recomputing 1 of 2 layers (--recompute-every 2), their inputs wait in pinned host memory",
+        "MLP in 3 tiles of a microbatch's tokens (--mlp-tiles)",
+        "[init] Liger off (auto: rank 0: Triton compiles for a GPU, this is a cpu)",
+    ):
+        assert text.count(line) == 1, text
