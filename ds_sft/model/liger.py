@@ -2,8 +2,9 @@
 
 Owns the list of architectures, the conditions and the patch. An architecture is on the list when
 its patched forward and backward have been compared with the plain ones (tests/model/test_liger.py).
-The head stays ours in any case: Liger's fused head reads the weight past the hook that gathers it
-under ZeRO-3, and computes its gradient with a mean that does not know the tokens of a loss group.
+The head stays ours in any case: Liger's fused head is given the weight of a module that it never
+calls, which under ZeRO-3 is an empty placeholder, in evaluation too; and it sums the gradient of a
+bfloat16 weight in bfloat16 unless told otherwise. Ours has the same idea without either.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,20 +60,43 @@ def choose(asked: str, obstacles: list[str | None]) -> tuple[bool, str]:
 
 
 def apply(causal_lm: Any) -> None:
-    """Patch norms, rotation and MLPs of a model on the list; the head is not touched."""
-    patches = importlib.import_module("liger_kernel.transformers")
-    patch = getattr(patches, f"apply_liger_kernel_to_{causal_lm.config.model_type}")
-    patch(
-        rope=True,
-        rms_norm=True,
-        swiglu=True,
-        cross_entropy=False,
-        fused_linear_cross_entropy=False,
-        model=causal_lm,
-    )
+    """Let norms, rotation and MLPs of a model on the list run on Liger's Triton kernels.
+
+    The rotation is a function of the architecture's own module, so every model of that
+    architecture in this process rotates by the kernel from then on.
+    """
+    sys.modules[type(causal_lm).__module__].apply_rotary_pos_emb = _rotate  # type: ignore[attr-defined]
+    for module in causal_lm.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_norm, module)
+    for layer in causal_lm.model.layers:
+        layer.mlp.forward = partial(_mlp, layer.mlp)
+
+
+# From the kernels' own modules: the names that Liger re-exports can be another implementation than
+# the compared one, chosen by the machine or a variable of the environment.
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up in one kernel, [T, I] each."""
-    ops = importlib.import_module("liger_kernel.ops")
-    return ops.LigerSiLUMulFunction.apply(gate, up, 1.0, 1.0)
+    kernel = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
+    return kernel.apply(gate, up, 1.0, 1.0)
+
+
+def _mlp(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return mlp.down_proj(silu_mul(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
+
+
+def _norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Normalised in float32 and rounded before the weight, as Llama and Qwen3 do."""
+    kernel = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+    # Not in place: its backward would write into a gradient that others may still read.
+    return kernel.apply(hidden, norm.weight, norm.variance_epsilon, 0.0, "llama", False, None)
+
+
+def _rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary embedding of query and key [1, heads, T, head_dim] by cos and sin [1, T, head_dim]."""
+    kernel = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction
+    return kernel.apply(query, key, cos, sin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from harness import Result, Training, launch_many
 
+HAS_LIGER = all(importlib.util.find_spec(name) for name in ("liger_kernel", "triton"))
 STEPS = 3
 LOSS_LIMIT = 1e-4  # of Levanter's curve, as in test_golden_trajectory
 # Nothing stays gathered: a parameter that is not fetched when needed fails or shows in the loss.
@@ -85,3 +87,58 @@ def test_each_choice_is_said_once(runs: dict[str, Result]) -> None:
         "[init] Liger off (auto: rank 0: Triton compiles for a GPU, this is a cpu)",
     ):
         assert text.count(line) == 1, text
+
+
+@pytest.fixture(scope="module")
+def liger_runs(
+    tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Result]:
+    """Without Liger, with it in Triton's interpreter, and where it cannot run."""
+    work = tmp_path_factory.mktemp("liger")
+    tight = work / "tight.json"
+    tight.write_text(json.dumps(TIGHT))
+    data = harness.with_validation(tiny_data, work / "data", [5, 20])
+    common = {
+        "--deepspeed-config": tight, "--skip-checks": True, "--train-batch-size": 2,
+        "--loss-groups": 1, "--num-train-steps": 2, "--eval-every": 1,
+        "--steps-per-hf-export": 100,
+    }  # fmt: skip
+
+    def training(name: str, liger: str, module: str = "ds_sft.train", **env: str) -> Training:
+        changes = {**common, "--liger": liger}
+        return Training(harness.flags(tiny_model, data, work / name, changes), env, module)
+
+    by_name = {
+        "plain": training("plain", "off"),
+        "refused": training("refused", "on", TRITON_INTERPRET="0"),
+    }
+    if HAS_LIGER:
+        by_name["kernels"] = training("kernels", "on", "interpreted_liger")
+    # Of the whole launch: DeepSpeed imports Triton, which looks at it then, before the fork.
+    done = launch_many(2, [*by_name.values()], work, TRITON_INTERPRET="1")
+    return dict(zip(by_name, done, strict=True))
+
+
+@pytest.mark.skipif(not HAS_LIGER, reason="liger-kernel (with triton, 1 GB) is an optional extra")
+@pytest.mark.slow
+def test_liger_trains_and_evaluates_under_zero3_as_the_plain_modules_do(
+    liger_runs: dict[str, Result],
+) -> None:
+    plain, kernels = liger_runs["plain"], liger_runs["kernels"]
+    for result in (plain, kernels):
+        assert result.codes == [0, 0], result.text[-3000:]
+    assert "[init] Liger on (on: Triton compiles on 2 ranks)" in kernels.text
+    for column in ("loss", "grad_norm"):
+        np.testing.assert_allclose(kernels.column(column), plain.column(column), rtol=1e-5)
+    got, want = (r.evaluations[1]["eval/loss"] for r in (kernels, plain))
+    assert got == pytest.approx(want, rel=1e-5)
+    assert kernels.text.count("rms_norm backward launches: ") == 2
+
+
+@pytest.mark.slow
+def test_liger_that_cannot_run_is_refused_in_one_line(liger_runs: dict[str, Result]) -> None:
+    refused = liger_runs["refused"]
+    assert refused.codes == [2, 2]
+    (error,) = [line for line in refused.text.splitlines() if line.startswith("error:")]
+    assert "--liger on: rank 0: Triton compiles for a GPU, this is a cpu" in error
+    assert "Traceback" not in refused.text
