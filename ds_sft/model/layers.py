@@ -42,7 +42,7 @@ class LayerChoices:
     def lines(self, num_layers: int, hidden_size: int) -> Iterator[str]:
         """What is said once at the start."""
         count = self.recomputed(num_layers)
-        where = "in pinned host memory" if self.offload_activations else "on the device"
+        where = "in host memory" if self.offload_activations else "on the device"
         inputs = f", their inputs wait {where}" if count else ""
         yield (
             f"recomputing {count} of {num_layers} layers (--recompute-every "

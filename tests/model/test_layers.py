@@ -116,7 +116,7 @@ def test_the_choices_are_said_in_numbers() -> None:
     assert [*LayerChoices(recompute_every=0).lines(5, 64)] == [
         "recomputing 0 of 5 layers (--recompute-every 0)"
     ]
-    assert "in pinned host memory" in next(LayerChoices(offload_activations=True).lines(5, 64))
+    assert "in host memory" in next(LayerChoices(offload_activations=True).lines(5, 64))
 
 
 @pytest.mark.parametrize(

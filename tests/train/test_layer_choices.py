@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import harness
@@ -47,7 +48,10 @@ def runs(
     common = {"--deepspeed-config": tight, "--stop-after": STEPS, "--skip-checks": True}
     by_name = {"as always": {}, **BIT_EQUAL, **TILES}
     trainings = [
-        Training(harness.flags(tiny_model, tiny_data, work / str(i), {**common, **changes}))
+        Training(
+            harness.flags(tiny_model, tiny_data, work / str(i), {**common, **changes}),
+            module="counted_gathers",
+        )
         for i, changes in enumerate(by_name.values())
     ]
     done = launch_many(2, trainings, work)
@@ -78,11 +82,24 @@ def test_tiles_change_the_curve_by_rounding_only(runs: dict[str, Result], name: 
         np.testing.assert_allclose(runs[name].column(column), want, rtol=2e-6, atol=0)
 
 
+def gathered(run: Result) -> int:
+    """Values of parameters that a rank gathered in the whole run."""
+    counts = {int(count) for count in re.findall(r"gathered (\d+) values", run.text)}
+    assert len(counts) == 1, "the ranks gathered differently"
+    return counts.pop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiles", "all"])
+def test_tiles_gather_no_parameter_more_often(runs: dict[str, Result], name: str) -> None:
+    assert gathered(runs[name]) <= gathered(runs["as always"])
+
+
 @pytest.mark.slow
 def test_each_choice_is_said_once(runs: dict[str, Result]) -> None:
     text = runs["all"].text
     for line in (
-        "recomputing 1 of 2 layers (--recompute-every 2), their inputs wait in pinned host memory",
+        "recomputing 1 of 2 layers (--recompute-every 2), their inputs wait in host memory",
         "MLP in 3 tiles of a microbatch's tokens (--mlp-tiles)",
         "[init] Liger off (auto: rank 0: Triton compiles for a GPU, this is a cpu)",
     ):
