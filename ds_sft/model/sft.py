@@ -59,6 +59,14 @@ class DeviceBatch:
         )
 
 
+def arrange(causal_lm: Any, loss_chunk_size: int) -> SftModel:
+    """`causal_lm` as it is trained: every layer recomputed in the backward pass, a chunked head."""
+    # torch drops the gradient of the padding token's embedding; Levanter does not.
+    causal_lm.get_input_embeddings().padding_idx = None
+    causal_lm.activation_checkpointing_enable({"use_reentrant": False})
+    return SftModel(causal_lm, loss_chunk_size)
+
+
 class SftModel(nn.Module):
     """Backbone and loss head of `causal_lm`; a tied head stays the embedding's own parameter."""
 
