@@ -46,7 +46,9 @@ def trace(names: Sequence[str], tied: bool) -> list[Use]:
     return [*uses, Use(name=embedding, phase=EMBEDDING)]
 
 
-def peaks(uses: Sequence[Use], numels: Mapping[str, int], zero: Mapping[str, Any]) -> dict[str, int]:
+def peaks(
+    uses: Sequence[Use], numels: Mapping[str, int], zero: Mapping[str, Any]
+) -> dict[str, int]:
     """Most elements gathered in each phase, persistent parameters aside.
 
     `zero` is the `zero_optimization` section; parameters below its persistence threshold are always

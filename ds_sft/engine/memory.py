@@ -221,10 +221,7 @@ def _phase(setup: Setup, zero: Mapping[str, Any], acts: Activations, phase: str)
         phase=phase,
         parameters=setup.compute_bytes * (setup.own if params_here else 0) + resident,
         gradients=4 * setup.own if optimizer_here else 0,
-        # Without a copy in another precision or place the weights are their own masters.
-        optimizer=(12 if setup.compute_bytes == 2 or not params_here else 8) * setup.own
-        if optimizer_here
-        else 0,
+        optimizer=12 * setup.own if optimizer_here else 0,
         activations=kept,
         working=working,
         gathered=gathered,

@@ -19,7 +19,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.initialization import no_init_weights
 
 from ds_sft.model import attention
@@ -59,10 +64,10 @@ def measure(
     kernel: str = "varlen",
     arranged: Callable[[Any, int], SftModel] = arrange,
 ) -> Measured:
-    """Run `num_layers` of the architecture in `config` on `tokens` tokens, `targets` of them trained.
+    """Run `num_layers` of the architecture in `config` on a row of `tokens`, `targets` trained.
 
-    `kernel` is "varlen" (a GPU's, flash-attn's included) or "sdpa" (a CPU's); one document fills the
-    row, the worst case of both. `arranged` makes the trained model of a causal language model.
+    `kernel` is "varlen" (a GPU's, flash-attn's included) or "sdpa" (a CPU's); one document fills
+    the row, the worst case of both. `arranged` makes the trained model of a causal language model.
     """
     cut = {**copy.deepcopy(config), "num_hidden_layers": num_layers}
     cut.pop("layer_types", None)  # one entry a layer, derived again from the new number
