@@ -6,6 +6,7 @@ keep comes from the caller. No torch.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -176,10 +177,11 @@ def advice(
     if fits(tuning.tuned(value, question.setup(), roomy=False)):
         found.append("sizes for this model (--write my.json)")
     if "gpu" in kinds:
+        # A shorter row never needs more, so the lengths are sorted by whether they fit.
         shorter = [n for n in LENGTHS if n < flags.max_seq_len]
-        length = next((n for n in shorter if fits(value, length=n)), None)
-        if length:
-            found.append(f"--max-seq-len {length}")
+        first = bisect.bisect_left(shorter, True, key=lambda n: fits(value, length=n))
+        if first < len(shorter):
+            found.append(f"--max-seq-len {shorter[first]}")
     more = [w for w in WORLD_SIZES if w > flags.world_size]
     world = next((w for w in more if fits(value, world_size=w)), None)
     if world:

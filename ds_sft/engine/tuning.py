@@ -44,7 +44,7 @@ def tuned(json_dict: Mapping[str, Any], setup: Setup, *, roomy: bool) -> dict[st
     # A layer is used three times in the backward pass within twice its size.
     zero["stage3_max_reuse_distance"] = 0 if on_nvme else _rounded(2 * layer if roomy else layer)
     part = setup.part(largest)
-    zero["sub_group_size"] = _rounded(min(_MOST, max(4 * part, 1)) if roomy else max(part, tensor))
+    zero["sub_group_size"] = _rounded(min(_MOST, 4 * part if roomy else part))
     if device(zero, "offload_optimizer") == "nvme":
         section = zero["offload_optimizer"]
         pipelines = sum(bool(section.get(k)) for k in ("pipeline_read", "pipeline_write"))

@@ -77,6 +77,22 @@ def kept_by_layers(engine: Any, plan: Any) -> int:
     return sum(found.values())
 
 
+def gathered(engine: Any, plan: Any) -> int:
+    """Most bytes of whole weights while a module computes, those that are never split aside."""
+    most = 0
+    weights = [p for p in engine.module.parameters() if not p.ds_persist]
+
+    def look(*_: object) -> None:
+        nonlocal most
+        most = max(most, sum(storages(p.data for p in weights if p.data.numel()).values()))
+
+    hooks = [m.register_forward_pre_hook(look) for m in engine.module.modules()]
+    train_step(engine, plan.data, plan.batches, 1, 0.0)
+    for hook in hooks:
+        hook.remove()
+    return most
+
+
 def main(words: list[str]) -> None:
     run, recipe = parse_train(words)
     plan = check(run, recipe, int(os.environ["WORLD_SIZE"]))
@@ -88,4 +104,6 @@ def main(words: list[str]) -> None:
         alive = storages(live_tensors())
         result = {**states(engine), "live": sum(alive.values()) - before}
         result["kept"] = kept_by_layers(engine, plan)
+        if dist.get_world_size() > 1:
+            result["gathered"] = gathered(engine, plan)
         Path(f"{run.out}.rank{dist.get_rank()}.json").write_text(json.dumps(result))

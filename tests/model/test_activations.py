@@ -1,0 +1,97 @@
+"""What fake tensors say is what real ones hold."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_sft.data.model_files import read_model
+from ds_sft.engine import memory
+from ds_sft.model import activations, attention
+from ds_sft.model.activations import measure
+from ds_sft.model.sft import SftModel, arrange
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1000,
+    "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "intermediate_size": 160, "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def plain(causal_lm: Any, loss_chunk_size: int) -> SftModel:
+    return SftModel(causal_lm, loss_chunk_size)
+
+
+@pytest.mark.parametrize("arranged", [arrange, plain])
+@pytest.mark.parametrize("kernel", ["varlen", "sdpa"])
+def test_two_cut_models_say_what_the_whole_one_holds(kernel: str, arranged: Any) -> None:
+    one, two, whole = (measure(CONFIG, n, 512, kernel=kernel, arranged=arranged) for n in (1, 2, 5))
+    got = memory.extrapolated(one, two, num_layers=5)
+    assert all(getattr(got, name) == getattr(whole, name) for name in got.__slots__)
+
+
+def test_the_same_is_true_of_a_tied_model_and_of_llama() -> None:
+    for change in ({"tie_word_embeddings": True}, {"model_type": "llama"}):
+        one, two, whole = (measure({**CONFIG, **change}, n, 256) for n in (1, 2, 5))
+        got = memory.extrapolated(one, two, num_layers=5)
+        assert all(getattr(got, name) == getattr(whole, name) for name in got.__slots__)
+
+
+def test_a_recomputed_layer_keeps_its_input_and_nothing_else() -> None:
+    one, two = (measure(CONFIG, n, 512) for n in (1, 2))
+    assert two.kept - one.kept == 512 * CONFIG["hidden_size"] * 2
+    without = [measure(CONFIG, n, 512, arranged=plain).kept for n in (1, 2)]
+    assert without[1] - without[0] > 10 * (two.kept - one.kept)
+
+
+def test_the_head_holds_a_chunk_of_logits_and_its_weights_gradient_in_float32() -> None:
+    vocab, hidden = CONFIG["vocab_size"], CONFIG["hidden_size"]
+    small = measure(CONFIG, 1, 512, loss_chunk_size=64)
+    large = measure(CONFIG, 1, 512, loss_chunk_size=512)
+    assert small.head - small.kept > 4 * vocab * hidden
+    assert large.head - small.head > 448 * vocab * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_layers_keep_is_what_a_real_model_keeps(tiny_model: Path, dtype: torch.dtype) -> None:
+    """The truth: storages that came alive before the head, found by the garbage collector."""
+    model, batch = real_model(tiny_model, dtype), activations._batch(64, 64)
+    known = {t.untyped_storage().data_ptr() for t in live([*model.parameters()])}
+    saved: list[torch.Tensor] = []
+    found: dict[int, int] = {}
+
+    def at_head(*_: object) -> None:
+        for tensor in live(saved):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                found[storage.data_ptr()] = storage.nbytes()
+
+    model.lm_head.register_forward_pre_hook(at_head)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model(batch)
+    inputs = (batch.input_ids, batch.position_ids, batch.positions, batch.labels, batch.cu_seq_lens)
+    # A recomputed layer also keeps the state of the random generator, in host memory everywhere.
+    random = 2 * torch.get_rng_state().nbytes
+    want = sum(found.values()) - random + sum(t.nbytes for t in inputs)
+    assert measure(read_model(tiny_model).config, 2, 64, dtype=dtype, kernel="sdpa").kept == want
+
+
+def live(also: list[torch.Tensor]) -> list[torch.Tensor]:
+    gc.collect()
+    return [*(x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)), *also]
+
+
+def real_model(directory: Path, dtype: torch.dtype) -> SftModel:
+    attention.register("sdpa")
+    config = AutoConfig.from_pretrained(directory)
+    config.use_cache = False
+    causal_lm = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention.NAME, dtype=dtype
+    )
+    return arrange(causal_lm, 2048).train()
