@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +83,37 @@ def test_what_layers_keep_is_what_a_real_model_keeps(tiny_model: Path, dtype: to
     assert measure(read_model(tiny_model).config, 2, 64, dtype=dtype, kernel="sdpa").kept == want
 
 
+@pytest.mark.parametrize(("vocab_size", "phase"), [(512, "layers"), (4096, "head")])
+def test_the_peak_is_that_of_the_allocator(tiny_model: Path, vocab_size: int, phase: str) -> None:
+    """The truth: every allocation of a real pass on the CPU, as torch's profiler records them.
+
+    In float32: to add bfloat16 to float32 a CPU makes a copy, which a GPU does not.
+    """
+    config = {**read_model(tiny_model).config, "vocab_size": vocab_size}
+    model = real_model(tiny_model, torch.float32, vocab_size=vocab_size)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    model(activations._batch(64, 64)).backward()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        model(activations._batch(64, 64)).backward()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    want = max(itertools.accumulate(size for _, size in changes))
+    got = measure(config, 2, 64, dtype=torch.float32, kernel="sdpa")
+    assert getattr(got, phase) == max(got.forward, got.head, got.layers, got.embedding)
+    assert getattr(got, phase) == pytest.approx(want, rel=0.02)
+
+
 def live(also: list[torch.Tensor]) -> list[torch.Tensor]:
     gc.collect()
     return [*(x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)), *also]
 
 
-def real_model(directory: Path, dtype: torch.dtype) -> SftModel:
+def real_model(directory: Path, dtype: torch.dtype, vocab_size: int = 512) -> SftModel:
     attention.register("sdpa")
-    config = AutoConfig.from_pretrained(directory)
+    config = AutoConfig.from_pretrained(directory, vocab_size=vocab_size)
     config.use_cache = False
     causal_lm = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention.NAME, dtype=dtype
