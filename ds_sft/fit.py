@@ -84,6 +84,12 @@ def run(flags: FitFlags) -> None:
 
     jsons = read_configs(flags.configs)
     model = model_of(flags.model_id)
+    longest = model.max_position_embeddings
+    if longest is not None and flags.max_seq_len > longest:
+        raise ConfigError(
+            f"--max-seq-len {flags.max_seq_len}: {flags.model_id} was made for {longest} "
+            f"(max_position_embeddings): use at most {longest}"
+        )
     machine = machine_of(flags)
     machine_rates = rates_of(flags, machine)
     question = Question(model=model, flags=flags, activations=measured(model.config, flags))
@@ -172,16 +178,19 @@ def measured(config: Mapping[str, Any], flags: FitFlags) -> Callable[[int], Acti
     def activations(tokens: int) -> Activations:
         import torch
 
-        from ds_sft.model.activations import measure
+        from ds_sft.model.activations import cuts
 
-        small, large = (
-            measure(
-                dict(config), layers, tokens, dtype=getattr(torch, flags.compute_dtype),
+        try:
+            small, large = cuts(
+                dict(config), tokens, dtype=getattr(torch, flags.compute_dtype),
                 loss_chunk_size=flags.loss_chunk_size,
                 kernel="varlen" if flags.compute_dtype == "bfloat16" else "sdpa",
-            )
-            for layers in (1, 2)
-        )  # fmt: skip
+            )  # fmt: skip
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"--model-id {flags.model_id}: transformers cannot build a model from its "
+                f"config.json ({type(error).__name__}: {error}): copy the model again"
+            ) from error
         return memory.extrapolated(small, large, config["num_hidden_layers"])
 
     return activations

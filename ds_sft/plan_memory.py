@@ -45,18 +45,15 @@ def activations(plan: Plan) -> Activations:
     """What a microbatch of the run holds beside the states, its attention included."""
     import torch
 
-    from ds_sft.model.activations import measure
+    from ds_sft.model.activations import cuts
 
     assert plan.model is not None
     run, dtype = plan.run, plan.recipe.compute_dtype
     gpu_kernel = dtype == "bfloat16" and run.attn_impl != "sdpa"
     tokens = run.per_device_batch * plan.data.max_seq_len
-    small, large = (
-        measure(
-            plan.model.config, layers, tokens, dtype=getattr(torch, dtype),
-            loss_chunk_size=run.loss_chunk_size, kernel="varlen" if gpu_kernel else "sdpa",
-        )
-        for layers in (1, 2)
+    small, large = cuts(
+        plan.model.config, tokens, dtype=getattr(torch, dtype),
+        loss_chunk_size=run.loss_chunk_size, kernel="varlen" if gpu_kernel else "sdpa",
     )  # fmt: skip
     return memory.extrapolated(small, large, plan.model.config["num_hidden_layers"])
 

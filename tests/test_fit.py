@@ -210,6 +210,7 @@ def test_nothing_fits_is_an_answer_and_nothing_to_write_an_error(
         (["--gpu-memory", "-3GiB"], "is not a size"),
         (["--gpu-memory", "24GiB", "--nvme-path", "/nowhere"], "is not a directory"),
         (["--gpu-memory", "24GiB", "--world-size", "0"], "must be from 1"),
+        (["--gpu-memory", "24GiB", "--max-seq-len", "65536"], "was made for 40960"),
         (["--gpu-memory", "24GiB", "--configs", "/nowhere"], "does not exist"),
         (["--gpu-memory", "24GiB", "--write", "/nowhere/my.json"], "cannot be written"),
         (["--gpu-memory", "24GiB", "--compute-dtype", "float32", "--grad-reduce-dtype",

@@ -53,6 +53,19 @@ class Measured:
     """... in the backward pass of the embedding."""
 
 
+def cuts(
+    config: dict[str, Any], tokens: int, *, period: int = 1, **how: Any
+) -> tuple[Measured, Measured]:
+    """Two models cut to few layers, from which `engine.memory.extrapolated` makes the whole one.
+
+    They differ by `period` layers, after which the layers repeat (as with one recomputed in so
+    many), and end as the whole model does. `how` is that of `measure`.
+    """
+    layers = config["num_hidden_layers"]
+    first = min(layers, period + layers % period)
+    return tuple(measure(config, n, tokens, **how) for n in (first, first + period))  # type: ignore[return-value]
+
+
 def measure(
     config: dict[str, Any],
     num_layers: int,

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_sft.data.model_files import read_model
 from ds_sft.engine import memory
 from ds_sft.model import activations, attention
-from ds_sft.model.activations import measure
+from ds_sft.model.activations import cuts, measure
 from ds_sft.model.sft import SftModel, arrange
 
 CONFIG = {
@@ -35,6 +35,21 @@ def test_two_cut_models_say_what_the_whole_one_holds(kernel: str, arranged: Any)
     one, two, whole = (measure(CONFIG, n, 512, kernel=kernel, arranged=arranged) for n in (1, 2, 5))
     got = memory.extrapolated(one, two, num_layers=5)
     assert all(getattr(got, name) == getattr(whole, name) for name in got.__slots__)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_layers_may_repeat_after_several(period: int) -> None:
+    """As when one of so many is recomputed: the last ones of 5 layers are no whole period."""
+
+    def every(causal_lm: Any, loss_chunk_size: int) -> SftModel:
+        model = arrange(causal_lm, loss_chunk_size)
+        for i, layer in enumerate(model.model.layers):
+            layer.gradient_checkpointing = i % period == 0
+        return model
+
+    got = memory.extrapolated(*cuts(CONFIG, 256, period=period, arranged=every), num_layers=5)
+    whole = measure(CONFIG, 5, 256, arranged=every)
+    assert all(getattr(got, name) == getattr(whole, name) for name in ("kept", "head"))
 
 
 def test_the_same_is_true_of_a_tied_model_and_of_llama() -> None:
