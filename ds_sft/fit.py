@@ -21,7 +21,7 @@ from ds_sft.engine.config import read_json
 from ds_sft.engine.memory import Activations
 from ds_sft.engine.rates import Rates
 from ds_sft.errors import ConfigError
-from ds_sft.fit_rows import Machine, Question, Row, compare, fitting, row
+from ds_sft.fit_rows import Machine, Question, Row, compare, fitting, row, usable
 
 CONFIGS = Path("ds_configs")
 
@@ -93,11 +93,12 @@ def run(flags: FitFlags) -> None:
     machine = machine_of(flags)
     machine_rates = rates_of(flags, machine)
     question = Question(model=model, flags=flags, activations=measured(model.config, flags))
+    jsons, refused = usable(question, jsons)
     rows = compare(question, jsons, machine, machine_rates)
     written = None
     if flags.write is not None:
         written = _write(question, jsons, machine, machine_rates, flags.write)
-    fit_view.show(question, machine, machine_rates, rows, written)
+    fit_view.show(question, machine, machine_rates, rows, refused, written)
     if flags.write is not None and written is None:
         raise ConfigError(
             f"--write {flags.write}: no file of {flags.configs} fits, not even with the smallest "
@@ -143,7 +144,7 @@ def model_of(model_id: str) -> ModelFiles:
     directory = path if path.is_dir() else None
     if directory is None and model_id.count("/") == 1:
         directory = cached_revision(model_id)
-    if directory is None or any(directory.glob("*.safetensors")):
+    if not model_id or directory is None or any(directory.glob("*.safetensors")):
         model = find_model(model_id)
         if model is None:
             raise ConfigError(

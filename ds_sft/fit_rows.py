@@ -17,6 +17,7 @@ from ds_sft.engine import memory, rates, tuning
 from ds_sft.engine.config import engine_config
 from ds_sft.engine.memory import Activations, Need, Setup
 from ds_sft.engine.rates import Rates, Seconds, Work
+from ds_sft.errors import ConfigError
 from ds_sft.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -111,6 +112,25 @@ class Row:
     """What would make it fit."""
 
 
+def usable(
+    question: Question, jsons: Mapping[str, dict[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The files that can run on this number of ranks, and why the others cannot.
+
+    Raises ConfigError when none can.
+    """
+    good, refused = {}, []
+    for name, value in jsons.items():
+        try:
+            question.config(value, name, question.flags.world_size)
+            good[name] = value
+        except ConfigError as error:
+            refused.append(str(error))
+    if not good:
+        raise ConfigError(refused[0])
+    return good, refused
+
+
 def compare(
     question: Question,
     jsons: Mapping[str, dict[str, Any]],
@@ -165,7 +185,10 @@ def advice(
     flags = question.flags
 
     def fits(json_dict: dict[str, Any], **changes: int) -> bool:
-        need = question.need(json_dict, name, **changes)
+        try:
+            need = question.need(json_dict, name, **changes)
+        except ConfigError:  # a file for another number of ranks
+            return False
         lacking = {kind for _, kind in shortages(need, machine)}
         return not lacking - ({"nvme"} if machine.nvme is None else set())
 

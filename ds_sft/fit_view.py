@@ -34,17 +34,25 @@ WIDTH = 150  # of the table where there is no terminal to ask
 
 
 def show(
-    question: Question, machine: Machine, rates: Rates, rows: list[Row], written: Row | None
+    question: Question,
+    machine: Machine,
+    rates: Rates,
+    rows: list[Row],
+    refused: list[str],
+    written: Row | None,
 ) -> None:
-    """Print the answer."""
+    """Print the answer; `refused` says of files why they cannot run as asked."""
     if question.flags.json:
-        print(json.dumps(said(question, machine, rates, rows, written), indent=2, default=str))
+        facts = said(question, machine, rates, rows, written)
+        print(json.dumps({**facts, "refused": refused}, indent=2, default=str))
         return
     _table(question, machine, rows)
     for row in rows:
         if row.short:
             print(f"{row.name} needs {', '.join(row.short)}: it would fit with "
                   f"{' or '.join(row.advice)}")  # fmt: skip
+    for line in refused:
+        print(f"left out: {line}")
     print()
     print(verdict(question, rows))
     if written is not None:
@@ -146,12 +154,12 @@ def _table(question: Question, machine: Machine, rows: list[Row]) -> None:
 
     flags = question.flags
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH)
-    title = (
+    print(
         f"{flags.model_id}: {question.model.num_parameters / 1e9:.2f} B parameters, rows of "
         f"{flags.max_seq_len:,} x {flags.per_device_batch}, {flags.world_size} x "
         f"{_gib(machine.gpu_memory)} GiB; in GiB, of a rank at its peak or of a node (host, NVMe)"
     )
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     table.add_column("configuration", no_wrap=True)
     heads = ["fits", *_HEADS.values(), "GPU", "host", "NVMe", "ckpt", "export", "step"]
     for head in heads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,22 @@ def test_nothing_fits_is_an_answer_and_nothing_to_write_an_error(
     assert code == 2
     assert "no file of" in err
     assert not (tmp_path / "my.json").exists()
+
+
+def test_a_file_for_another_number_of_ranks_is_left_out_and_said(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shutil.copy(SHIPPED / "zero3.json", tmp_path)
+    one_host = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
+    (tmp_path / "hpz.json").write_text(json.dumps(one_host))
+    words = ("--model-id", model_dir, "--gpu-memory", "20GiB", "--host-memory", "64GiB",
+             "--max-seq-len", 4096)  # fmt: skip
+    code, out, _ = run(capsys, *words, "--configs", tmp_path)
+    assert code == 0
+    assert "left out: hpz: `zero_optimization.zero_hpz_partition_size` is 3" in out
+    code, out, err = run(capsys, *words, "--configs", tmp_path / "hpz.json")
+    assert (code, out) == (2, "")
+    assert "does not divide the world size 1" in err
 
 
 @pytest.mark.parametrize(
