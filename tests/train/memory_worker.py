@@ -78,13 +78,18 @@ def kept_by_layers(engine: Any, plan: Any) -> int:
 
 
 def gathered(engine: Any, plan: Any) -> int:
-    """Most bytes of whole weights while a module computes, those that are never split aside."""
+    """Most bytes of whole weights when a module starts, on their way or there.
+
+    Those that are never split are left aside.
+    """
     most = 0
     weights = [p for p in engine.module.parameters() if not p.ds_persist]
 
     def look(*_: object) -> None:
         nonlocal most
-        most = max(most, sum(storages(p.data for p in weights if p.data.numel()).values()))
+        there = sum(storages(p.data for p in weights if p.data.numel()).values())
+        coming = [p for p in weights if p.ds_status.name == "INFLIGHT" and not p.data.numel()]
+        most = max(most, there + sum(p.ds_numel * p.element_size() for p in coming))
 
     hooks = [m.register_forward_pre_hook(look) for m in engine.module.modules()]
     train_step(engine, plan.data, plan.batches, 1, 0.0)

@@ -22,10 +22,22 @@ ZERO = {
 }  # fmt: skip
 CONFIGS = {
     "zero3": ZERO,
+    # Fetches ahead and keeps: another half of the coordinator's rules.
+    "ahead": {
+        **ZERO,
+        "stage3_prefetch_bucket_size": 30_000,
+        "stage3_max_live_parameters": 80_000,
+        "stage3_max_reuse_distance": 150_000,
+    },
     "offload": {**ZERO, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
 }
 # Configuration, ranks, precision.
-RUNS = [("zero3", 1, "float32"), ("offload", 1, "bfloat16"), ("zero3", 2, "bfloat16")]
+RUNS = [
+    ("zero3", 1, "float32"),
+    ("offload", 1, "bfloat16"),
+    ("zero3", 2, "bfloat16"),
+    ("ahead", 2, "bfloat16"),
+]
 PACKS, LENGTH = 4, 64
 
 
