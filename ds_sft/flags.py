@@ -64,6 +64,16 @@ class RunConfig:
     """Accepted from the first trainer; the head keeps no logits and recomputes nothing."""
     attn_impl: Literal["auto", "flash_attention_2", "varlen", "sdpa"] = "auto"
     """Attention kernel: flash-attn, torch's varlen_attn, or one SDPA call per document."""
+    recompute_every: int = 1
+    """Compute every so many layers again in backward instead of keeping what is inside them; 1 =
+    every layer, 0 = none: faster, with more memory."""
+    offload_activations: bool = False
+    """Keep the inputs of recomputed layers in pinned host memory until backward."""
+    mlp_tiles: int | Literal["auto"] = 0
+    """Run each MLP over so many tiles of tokens; 0 = off, auto = tiles as long as the model is
+    wide, so that a longer row needs no more memory inside an MLP."""
+    liger: Literal["auto", "on", "off"] = "auto"
+    """Liger's kernels for norms, rotary embedding and SwiGLU: auto = where they can run."""
     temp_checkpoint_minutes: float = 10.0
     """A temporary checkpoint when so long passed since any save; 0 = off."""
     keep_checkpoints: int = 2
@@ -114,9 +124,16 @@ class RunConfig:
                 "--loss-chunk-size 0 holds [tokens, vocabulary] logits in float32 (20 GB for 32k "
                 "tokens of Qwen3): use 2048, or add --allow-full-logits"
             )
+        if self.offload_activations and self.recompute_every == 0:
+            raise ConfigError(
+                "--offload-activations moves the inputs of recomputed layers, and with "
+                "--recompute-every 0 there are none: drop one of the two"
+            )
         minimum = {
             "per_device_batch": 1,
             "loss_chunk_size": 0,
+            "recompute_every": 0,
+            "mlp_tiles": 0,
             "keep_checkpoints": 0,
             "stop_after": 0,
             "log_every": 1,
@@ -130,7 +147,7 @@ class RunConfig:
         }
         for name, low in minimum.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= LARGEST:
+            if value not in (None, "auto") and not low <= value <= LARGEST:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag}={value} must be from {low} to {LARGEST:,}")
 

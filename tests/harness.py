@@ -104,6 +104,12 @@ def with_validation(data: Path, to: Path, packs: list[int]) -> Path:
     return to
 
 
+def golden_trajectory(kind: str) -> list[dict]:
+    """The 12 training steps that Levanter did."""
+    trajectory = json.loads((GOLDEN / "tiny_qwen3_train/trajectory.json").read_text())
+    return trajectory[kind]["steps"]
+
+
 def plain_loss(export: Path, data: Path) -> float:
     """Mean loss of a trained token of a packed data set: transformers on one document at a time."""
     import torch

@@ -27,7 +27,8 @@ from ds_sft.engine import swap_files
 from ds_sft.engine.config import optimizer_kind
 from ds_sft.errors import ConfigError
 from ds_sft.flags import RunConfig
-from ds_sft.model import attention
+from ds_sft.model import attention, liger
+from ds_sft.model.layers import LayerChoices
 from ds_sft.model.load import build_partitioned, parameter_groups, restore_float32_masters
 from ds_sft.recipe.decay import is_decayed
 from ds_sft.recipe.recipe import Recipe
@@ -102,8 +103,11 @@ def build_engine(
     say(f"[init] attention {kernel} ({why}), one segment per document")
     if run.no_loss_checkpoint:
         say("[init] --no-loss-checkpoint changes nothing: the head keeps and recomputes no logits")
+    choices = layer_choices(run, files)
     ds_config = swap_files.claim(ds_config)
-    model = build_partitioned(files.directory, ds_config, dtype, run.loss_chunk_size)
+    model = build_partitioned(
+        files.directory, ds_config, dtype, run.loss_chunk_size, choices, device()
+    )
     kind = optimizer_kind(ds_config)
     say(f"[init] optimizer {kind}")
     groups = parameter_groups(model, is_decayed, recipe.weight_decay)
@@ -115,6 +119,25 @@ def build_engine(
         if count:
             say(f"[init] {count} tensors of the model are float32: the masters keep their values")
     return engine
+
+
+def layer_choices(run: RunConfig, files: ModelFiles) -> LayerChoices:
+    """How the layers run, the same on every rank, printed once. Raises ConfigError."""
+    obstacle = liger.obstacle(files.config, device()) if run.liger != "off" else None
+    obstacles: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(obstacles, obstacle)
+    use_liger, why = liger.choose(run.liger, obstacles)
+    say(f"[init] Liger {'on' if use_liger else 'off'} ({why}); the head is ds_sft's own")
+    choices = LayerChoices(
+        recompute_every=run.recompute_every,
+        offload_activations=run.offload_activations,
+        mlp_tiles=run.mlp_tiles,
+        liger=use_liger,
+    )
+    num_layers, hidden_size = (files.config[k] for k in ("num_hidden_layers", "hidden_size"))
+    for line in choices.lines(num_layers, hidden_size):
+        say(f"[init] {line}")
+    return choices
 
 
 def make_optimizer(

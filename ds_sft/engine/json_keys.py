@@ -155,7 +155,7 @@ REFUSED: dict[str, str] = {
     "weight_quantization": _NUMBERS,
     "data_efficiency": _NUMBERS,
     "compile": "is not supported (DeepCompile): drop it",
-    "activation_checkpointing": "is ignored by ds_sft, which recomputes every layer: drop it",
+    "activation_checkpointing": _OWNED.format("--recompute-every and --offload-activations"),
     "seq_parallel_communication_data_type": _PARALLEL,
     "sequence_parallel_size": _PARALLEL,
     "data_parallel_size": _PARALLEL,

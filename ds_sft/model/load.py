@@ -23,12 +23,18 @@ from transformers.initialization import no_init_weights
 from ds_sft.data.model_files import weight_files
 from ds_sft.errors import ConfigError
 from ds_sft.model import attention
+from ds_sft.model.layers import LayerChoices
 from ds_sft.model.partitions import fetch_once, fill_part, resident_sub_groups
 from ds_sft.model.sft import SftModel, arrange
 
 
 def build_partitioned(
-    directory: Path, ds_config: dict[str, Any], dtype: torch.dtype, loss_chunk_size: int
+    directory: Path,
+    ds_config: dict[str, Any],
+    dtype: torch.dtype,
+    loss_chunk_size: int,
+    choices: LayerChoices,
+    device: torch.device,
 ) -> SftModel:
     """The model of `directory` with its weights, each rank holding 1 / world_size of every tensor.
 
@@ -47,7 +53,7 @@ def build_partitioned(
         )
     causal_lm.tie_weights()  # left out with the initialisation
     _rebuild_buffers(causal_lm)
-    model = arrange(causal_lm, loss_chunk_size)
+    model = arrange(causal_lm, loss_chunk_size, choices, device)
     fetch_once(model)
     with WeightFiles(directory) as files:
         files.check_names(model)

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from ds_sft.data.collate import IGNORE, HostBatch
+from ds_sft.model import layers
+from ds_sft.model.layers import LayerChoices
 from ds_sft.model.loss import LossHead
 
 
@@ -59,11 +61,16 @@ class DeviceBatch:
         )
 
 
-def arrange(causal_lm: Any, loss_chunk_size: int) -> SftModel:
-    """`causal_lm` as it is trained: every layer recomputed in the backward pass, a chunked head."""
+def arrange(
+    causal_lm: Any,
+    loss_chunk_size: int,
+    choices: LayerChoices = LayerChoices(),
+    device: torch.device = torch.device("cpu"),
+) -> SftModel:
+    """`causal_lm` as it is trained: its layers as chosen, a chunked head."""
     # torch drops the gradient of the padding token's embedding; Levanter does not.
     causal_lm.get_input_embeddings().padding_idx = None
-    causal_lm.activation_checkpointing_enable({"use_reentrant": False})
+    layers.apply(causal_lm, choices, device)
     return SftModel(causal_lm, loss_chunk_size)
 
 
