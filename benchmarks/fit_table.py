@@ -43,20 +43,26 @@ NO_LIMIT = 1 << 62
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host-gib", type=int, default=128)
-    host = parser.parse_args().host_gib * GIB
+    parser.add_argument("--small", action="store_true",
+                        help="with --offload-activations and --mlp-tiles auto")  # fmt: skip
+    args = parser.parse_args()
+    host = args.host_gib * GIB
     print("| model, tokens | " + " | ".join(f"{card} GB" for card in CARDS) + " |")
     print("| --- |" + " --- |" * len(CARDS))
     for name, config in MODELS.items():
         for length in LENGTHS:
-            cells = cells_of(config, length, host)
+            cells = cells_of(config, length, host, args.small)
             print(f"| {name}, {length // 1024}k | " + " | ".join(cells) + " |", flush=True)
 
 
-def cells_of(config: dict[str, Any], length: int, host: int) -> list[str]:
+def cells_of(config: dict[str, Any], length: int, host: int, small: bool) -> list[str]:
     """A cell for each card."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        flags = FitFlags(model_id=folder, max_seq_len=length)
+        flags = FitFlags(
+            model_id=folder, max_seq_len=length, offload_activations=small,
+            mlp_tiles="auto" if small else 0,
+        )  # fmt: skip
         model = model_of(folder)
     question = Question(model=model, flags=flags, activations=measured(config, flags))
     return [cell(question, card, host) for card in CARDS]

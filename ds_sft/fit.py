@@ -54,6 +54,12 @@ class FitFlags:
     """Precision in which gradients are summed over ranks."""
     loss_chunk_size: int = 2048
     """Tokens per chunk of the cross-entropy."""
+    recompute_every: int = 1
+    """As in training: compute every so many layers again in backward; 0 = none."""
+    offload_activations: bool = False
+    """As in training: inputs of recomputed layers wait in host memory."""
+    mlp_tiles: int | Literal["auto"] = 0
+    """As in training: run each MLP over so many tiles of tokens."""
     configs: Path = CONFIGS
     """Directory of the DeepSpeed JSONs to compare, or one file."""
     measure: bool = False
@@ -70,6 +76,14 @@ class FitFlags:
             if not 1 <= value <= 10**9:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag}={value} must be from 1 to 1,000,000,000")
+        for name in ("recompute_every", "mlp_tiles"):
+            value = getattr(self, name)
+            if value != "auto" and not 0 <= value <= 10**9:
+                raise ConfigError(f"--{name.replace('_', '-')}={value} must be 0 or more")
+        if self.offload_activations and self.recompute_every == 0:
+            raise ConfigError(
+                "--offload-activations with --recompute-every 0: there are no inputs to move"
+            )
         if self.compute_dtype == "float32" and self.grad_reduce_dtype == "bfloat16":
             raise ConfigError(
                 "--compute-dtype float32 with --grad-reduce-dtype bfloat16 is refused by training: "
@@ -179,11 +193,16 @@ def measured(config: Mapping[str, Any], flags: FitFlags) -> Callable[[int], Acti
     def activations(tokens: int) -> Activations:
         import torch
 
-        from ds_sft.model.activations import cuts
+        from ds_sft.model.activations import of_choices
+        from ds_sft.model.layers import LayerChoices
 
+        choices = LayerChoices(
+            recompute_every=flags.recompute_every, mlp_tiles=flags.mlp_tiles,
+            offload_activations=flags.offload_activations,
+        )  # fmt: skip
         try:
-            small, large = cuts(
-                dict(config), tokens, dtype=getattr(torch, flags.compute_dtype),
+            small, large = of_choices(
+                dict(config), tokens, choices, dtype=getattr(torch, flags.compute_dtype),
                 loss_chunk_size=flags.loss_chunk_size,
                 kernel="varlen" if flags.compute_dtype == "bfloat16" else "sdpa",
             )  # fmt: skip
@@ -192,6 +211,11 @@ def measured(config: Mapping[str, Any], flags: FitFlags) -> Callable[[int], Acti
                 f"--model-id {flags.model_id}: transformers cannot build a model from its "
                 f"config.json ({type(error).__name__}: {error}): copy the model again"
             ) from error
-        return memory.extrapolated(small, large, config["num_hidden_layers"])
+        layers = config["num_hidden_layers"]
+        whole = memory.extrapolated(small, large, layers)
+        if not flags.offload_activations:
+            return whole
+        one = tokens * config["hidden_size"] * (2 if flags.compute_dtype == "bfloat16" else 4)
+        return memory.parked(whole, choices.recomputed(layers), one)
 
     return activations

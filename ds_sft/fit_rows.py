@@ -89,7 +89,13 @@ class Question:
         tokens = flags.per_device_batch * flags.max_seq_len
         work = Work(
             microbatches=-(-flags.train_batch_size // packs),
-            micro_flops=rates.micro_flops(self.model.config, setup, tokens, flags.max_seq_len),
+            micro_flops=rates.micro_flops(
+                self.model.config,
+                setup,
+                tokens,
+                flags.max_seq_len,
+                again=1 / flags.recompute_every if flags.recompute_every else 0.0,
+            ),
             step_tokens=flags.train_batch_size * flags.max_seq_len,
         )
         config = self.config(json_dict, where, flags.world_size)

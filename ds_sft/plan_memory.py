@@ -45,17 +45,27 @@ def activations(plan: Plan) -> Activations:
     """What a microbatch of the run holds beside the states, its attention included."""
     import torch
 
-    from ds_sft.model.activations import cuts
+    from ds_sft.model.activations import of_choices
+    from ds_sft.model.layers import LayerChoices
 
     assert plan.model is not None
     run, dtype = plan.run, plan.recipe.compute_dtype
     gpu_kernel = dtype == "bfloat16" and run.attn_impl != "sdpa"
     tokens = run.per_device_batch * plan.data.max_seq_len
-    small, large = cuts(
-        plan.model.config, tokens, dtype=getattr(torch, dtype),
+    choices = LayerChoices(
+        recompute_every=run.recompute_every, mlp_tiles=run.mlp_tiles,
+        offload_activations=run.offload_activations,
+    )  # fmt: skip
+    small, large = of_choices(
+        plan.model.config, tokens, choices, dtype=getattr(torch, dtype),
         loss_chunk_size=run.loss_chunk_size, kernel="varlen" if gpu_kernel else "sdpa",
     )  # fmt: skip
-    return memory.extrapolated(small, large, plan.model.config["num_hidden_layers"])
+    layers = plan.model.config["num_hidden_layers"]
+    whole = memory.extrapolated(small, large, layers)
+    if not run.offload_activations:
+        return whole
+    one = tokens * plan.model.config["hidden_size"] * (2 if dtype == "bfloat16" else 4)
+    return memory.parked(whole, choices.recomputed(layers), one)
 
 
 def rows(said: dict[str, Any]) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ds_sft.engine import gathering
@@ -45,6 +45,21 @@ class Activations:
     """Most bytes alive in the backward pass of the layers, `kept` included."""
     embedding: int
     """Most bytes alive in the backward pass of the embedding."""
+    parked: tuple[int, int] = (0, 0)
+    """Layers whose inputs wait in host memory, and bytes of one input."""
+
+
+def parked(activations: Activations, layers: int, size: int) -> Activations:
+    """`activations` with the inputs of `layers` layers in host memory, `size` bytes each.
+
+    Two of them are on the GPU all the same: one that is used, one on its way.
+    """
+    moved = max(0, layers - 2) * size
+    return replace(
+        activations, parked=(layers, size), kept=max(0, activations.kept - moved),
+        forward=max(0, activations.forward - moved), head=max(0, activations.head - moved),
+        layers=max(0, activations.layers - moved),
+    )  # fmt: skip
 
 
 def extrapolated(small: Any, large: Any, num_layers: int) -> Activations:
@@ -55,7 +70,10 @@ def extrapolated(small: Any, large: Any, num_layers: int) -> Activations:
         one, two = getattr(small, name), getattr(large, name)
         return round(two + ratio * (two - one))
 
-    return Activations(**{f.name: at(f.name) for f in fields(Activations)})
+    return Activations(
+        kept=at("kept"), forward=at("forward"), head=at("head"), layers=at("layers"),
+        embedding=at("embedding"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +166,14 @@ def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -
     """Bytes of a run with the complete `ds_config` (what `engine_config` returns)."""
     zero = {**DEFAULTS, **ds_config["zero_optimization"]}
     host = _host(setup, zero)
+    inputs, size = activations.parked
     here = min(setup.gpus_per_node, setup.world_size)
     home, params = device(zero, "offload_optimizer"), device(zero, "offload_param")
     swapped = (16 if home == "nvme" else 0) + (setup.compute_bytes if params == "nvme" else 0)
     return Need(
         gpu=_gpu(setup, zero, activations),
         host_states=host[0] * here,
-        host_buffers=host[1] * here,
+        host_buffers=(host[1] + inputs * (size + _rounding(size, pinned=True))) * here,
         host_processes=PROCESS * here + min(5 * 10**9, 2 * setup.total),
         nvme=swapped * setup.own * here,
         checkpoint=12 * setup.total,

@@ -93,17 +93,20 @@ class Seconds:
         return self.compute + self.exposed + self.update
 
 
-def micro_flops(config: Mapping[str, Any], setup: Setup, tokens: int, context: float) -> float:
+def micro_flops(
+    config: Mapping[str, Any], setup: Setup, tokens: int, context: float, again: float = 1.0
+) -> float:
     """Operations of a microbatch of `tokens`: 8 a parameter of the layers, 6 of the head.
 
-    `context` is the mean length of a token's document. Layers are computed forward twice.
+    `context` is the mean length of a token's document. The share `again` of the layers is computed
+    forward twice.
     Source of the terms: PaLM (arXiv:2204.02311), appendix B.
     """
     layers = sum(n for name, n in setup.numels.items() if ".layers." in name)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     width = heads * (config.get("head_dim") or hidden // heads)
-    attention = 8.0 * config["num_hidden_layers"] * width * context
-    return tokens * (8.0 * layers + attention + 6.0 * config["vocab_size"] * hidden)
+    attention = (6.0 + 2.0 * again) * config["num_hidden_layers"] * width * context
+    return tokens * ((6.0 + 2.0 * again) * layers + attention + 6.0 * config["vocab_size"] * hidden)
 
 
 def seconds(setup: Setup, ds_config: Mapping[str, Any], rates: Rates, work: Work) -> Seconds:

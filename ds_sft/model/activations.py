@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from ds_sft.model import attention
+from ds_sft.model.layers import LayerChoices
 from ds_sft.model.sft import DeviceBatch, SftModel, arrange
 
 _NAME = "ds_sft_measured"
@@ -64,6 +65,24 @@ def cuts(
     layers = config["num_hidden_layers"]
     first = min(layers, period + layers % period)
     return tuple(measure(config, n, tokens, **how) for n in (first, first + period))  # type: ignore[return-value]
+
+
+def of_choices(
+    config: dict[str, Any], tokens: int, choices: LayerChoices, **how: Any
+) -> tuple[Measured, Measured]:
+    """`cuts` of a model whose layers run as chosen.
+
+    Liger's kernels cannot be traced: the plain ones stand in for them, which keep no less. Inputs
+    that wait in host memory are counted as if they stayed: `engine.memory.parked` moves them.
+    """
+    traced = replace(choices, liger=False, offload_activations=False)
+    return cuts(
+        config,
+        tokens,
+        period=max(1, choices.recompute_every),
+        arranged=lambda causal_lm, chunk: arrange(causal_lm, chunk, traced),
+        **how,
+    )
 
 
 def measure(

@@ -61,11 +61,15 @@ class DeviceBatch:
         )
 
 
+_EVERY_LAYER_AGAIN = LayerChoices()
+_CPU = torch.device("cpu")
+
+
 def arrange(
     causal_lm: Any,
     loss_chunk_size: int,
-    choices: LayerChoices = LayerChoices(),
-    device: torch.device = torch.device("cpu"),
+    choices: LayerChoices = _EVERY_LAYER_AGAIN,
+    device: torch.device = _CPU,
 ) -> SftModel:
     """`causal_lm` as it is trained: its layers as chosen, a chunked head."""
     # torch drops the gradient of the padding token's embedding; Levanter does not.

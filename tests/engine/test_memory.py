@@ -19,6 +19,7 @@ from ds_sft.engine.memory import (
     device,
     extrapolated,
     need,
+    parked,
 )
 
 NUMELS = {
@@ -178,3 +179,13 @@ def test_extrapolation_is_linear_in_equal_layers() -> None:
 def test_a_section_without_a_device_moves_nothing() -> None:
     assert device({"offload_param": {}}, "offload_param") == "none"
     assert device({}, "offload_param") == "none"
+
+
+def test_inputs_in_host_memory_leave_two_on_the_gpu() -> None:
+    size = 2**20 + 1
+    moved = parked(SOME, layers=36, size=size)
+    assert moved.kept == SOME.kept - 34 * size
+    assert moved.layers - moved.kept == SOME.layers - SOME.kept
+    assert moved.embedding == SOME.embedding
+    assert of({}, moved).host_buffers == 36 * 2**21  # pinned: a power of two
+    assert parked(SOME, layers=1, size=size).kept == SOME.kept

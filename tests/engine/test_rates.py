@@ -54,6 +54,8 @@ def test_operations_are_those_of_the_mfu_with_every_layer_computed_forward_once_
     layers = flops_per_token(model, [length]) - head - norm
     got = micro_flops(CONFIG, setup(), length, float(length)) / length
     assert got == pytest.approx(layers * 4 / 3 + head)
+    once = micro_flops(CONFIG, setup(), length, float(length), again=0.0) / length
+    assert once == pytest.approx(layers + head)
 
 
 def test_a_step_on_the_gpu_is_computing_and_an_update_at_memory_speed() -> None:

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_sft.data.model_files import read_model
 from ds_sft.engine import memory
 from ds_sft.model import activations, attention
-from ds_sft.model.activations import cuts, measure
+from ds_sft.model.activations import measure, of_choices
+from ds_sft.model.layers import LayerChoices
 from ds_sft.model.sft import SftModel, arrange
 
 CONFIG = {
@@ -23,6 +24,9 @@ CONFIG = {
     "head_dim": 32, "intermediate_size": 160, "tie_word_embeddings": False,
     "max_position_embeddings": 4096,
 }  # fmt: skip
+
+
+PHASES = ("kept", "forward", "head", "layers", "embedding")
 
 
 def plain(causal_lm: Any, loss_chunk_size: int) -> SftModel:
@@ -34,29 +38,34 @@ def plain(causal_lm: Any, loss_chunk_size: int) -> SftModel:
 def test_two_cut_models_say_what_the_whole_one_holds(kernel: str, arranged: Any) -> None:
     one, two, whole = (measure(CONFIG, n, 512, kernel=kernel, arranged=arranged) for n in (1, 2, 5))
     got = memory.extrapolated(one, two, num_layers=5)
-    assert all(getattr(got, name) == getattr(whole, name) for name in got.__slots__)
+    assert all(getattr(got, name) == getattr(whole, name) for name in PHASES)
 
 
-@pytest.mark.parametrize("period", [1, 2, 3])
-def test_layers_may_repeat_after_several(period: int) -> None:
-    """As when one of so many is recomputed: the last ones of 5 layers are no whole period."""
+CHOICES = [
+    LayerChoices(recompute_every=0), LayerChoices(recompute_every=2),
+    LayerChoices(recompute_every=3), LayerChoices(mlp_tiles=4),
+]  # fmt: skip
 
-    def every(causal_lm: Any, loss_chunk_size: int) -> SftModel:
-        model = arrange(causal_lm, loss_chunk_size)
-        for i, layer in enumerate(model.model.layers):
-            layer.gradient_checkpointing = i % period == 0
-        return model
 
-    got = memory.extrapolated(*cuts(CONFIG, 256, period=period, arranged=every), num_layers=5)
-    whole = measure(CONFIG, 5, 256, arranged=every)
-    assert all(getattr(got, name) == getattr(whole, name) for name in ("kept", "head"))
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+def test_it_follows_how_the_layers_run(choices: LayerChoices) -> None:
+    """Also when the layers repeat after several: 5 are no whole number of periods."""
+    got = memory.extrapolated(*of_choices(CONFIG, 512, choices), num_layers=5)
+    whole = measure(CONFIG, 5, 512, arranged=lambda m, chunk: arrange(m, chunk, choices))
+    assert (got.kept, got.head) == (whole.kept, whole.head)
+    every = measure(CONFIG, 5, 512)
+    if choices.recompute_every == 1:
+        assert whole.kept == every.kept
+        assert whole.layers < every.layers
+    else:
+        assert whole.kept > every.kept
 
 
 def test_the_same_is_true_of_a_tied_model_and_of_llama() -> None:
     for change in ({"tie_word_embeddings": True}, {"model_type": "llama"}):
         one, two, whole = (measure({**CONFIG, **change}, n, 256) for n in (1, 2, 5))
         got = memory.extrapolated(one, two, num_layers=5)
-        assert all(getattr(got, name) == getattr(whole, name) for name in got.__slots__)
+        assert all(getattr(got, name) == getattr(whole, name) for name in PHASES)
 
 
 def test_a_recomputed_layer_keeps_its_input_and_nothing_else() -> None:
