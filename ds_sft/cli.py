@@ -20,6 +20,7 @@ from ds_sft.errors import ConfigError, DsSftError
 COMMANDS = {
     "prepare": "chats of every usual shape -> a packed data set",
     "plan": "what a run will do, need and refuse, without a GPU",
+    "fit": "which DeepSpeed JSON fits a GPU at this length, and how fast it is",
     "train": "train on this host's environment; `deepspeed --module ds_sft.train` starts all ranks",
     "export": "a native checkpoint -> a Hugging Face model directory",
     "verify": "is a packed data set, a checkpoint or an export whole?",
@@ -33,6 +34,7 @@ _MAINS = {"plan": "ds_sft.plan", "train": "ds_sft.train"}
 _FLAGS = {
     "prepare": ("ds_sft.data.prepare", "PrepareFlags", "run"),
     "inspect": ("ds_sft.data.inspect", "InspectFlags", "run"),
+    "fit": ("ds_sft.fit", "FitFlags", "run"),
     "export": ("ds_sft.run.commands", "ExportFlags", "export"),
     "verify": ("ds_sft.run.commands", "VerifyFlags", "verify"),
     "reshard": ("ds_sft.run.commands", "ReshardFlags", "reshard"),

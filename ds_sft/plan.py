@@ -89,6 +89,8 @@ class PlanFlags:
     """Ranks (GPUs) over all hosts."""
     json: bool = False
     """Print one JSON object instead of tables."""
+    memory: bool = False
+    """Say too what the run needs of GPU, host memory and NVMe; takes some seconds."""
     plot: Path | None = None
     """Draw the learning rate with the export labels into this .png file."""
 
@@ -101,14 +103,14 @@ def main(argv: Sequence[str]) -> None:
         from ds_sft.plan_view import plot
 
         plot(plan, flags.plot)
-    show(plan, as_json=flags.json)
+    show(plan, as_json=flags.json, memory=flags.memory)
 
 
-def show(plan: Plan, as_json: bool = False) -> None:
-    """Print the plan: tables, or one JSON object."""
+def show(plan: Plan, as_json: bool = False, memory: bool = False) -> None:
+    """Print the plan: tables, or one JSON object; with what it needs of memory if asked."""
     from ds_sft import plan_view
 
-    plan_view.show(plan, as_json=as_json)
+    plan_view.show(plan, as_json=as_json, memory=memory)
 
 
 def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:

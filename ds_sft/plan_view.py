@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_sft import plan_memory
 from ds_sft.errors import ConfigError
 from ds_sft.plan_facts import corner_steps, facts
 
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from ds_sft.plan import Plan
 
 
-def show(plan: Plan, as_json: bool = False) -> None:
+def show(plan: Plan, as_json: bool = False, memory: bool = False) -> None:
     """Print the plan: tables on a terminal, a line per fact elsewhere, or one JSON object."""
     said = facts(plan)
+    if memory:
+        said["memory"] = plan_memory.facts(plan)
     if as_json:
         print(json.dumps(said, indent=2, default=str))
     elif sys.stdout.isatty():
@@ -88,6 +91,7 @@ def sections(said: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
             ("native checkpoints",
              label_list(said["checkpoints"], said["recipe"]["steps_per_checkpoint"])),
         ]),
+        *([("Memory", plan_memory.rows(said["memory"]))] if "memory" in said else []),
         ("Disk", _disk_rows(said["disk"])),
         ("Data", _data_rows(said["data"])),
     ]  # fmt: skip

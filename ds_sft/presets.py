@@ -24,18 +24,19 @@ PRESETS: dict[str, dict[str, object]] = {
     "smoke-12gb": {
         "max_seq_len": 2048, "max_samples": 1000, "epochs": 1.0, "train_batch_size": 16,
         "per_device_batch": 1, "memory_budget_gb": 11.5, "deepspeed_config": _OFFLOAD,
+        "mlp_tiles": "auto",
     },
     "16gb": {
         "max_seq_len": 4096, "per_device_batch": 1, "memory_budget_gb": 15.0,
-        "deepspeed_config": _OFFLOAD,
+        "deepspeed_config": _OFFLOAD, "mlp_tiles": "auto",
     },
     "24gb": {
         "max_seq_len": 8192, "per_device_batch": 1, "memory_budget_gb": 22.5,
-        "deepspeed_config": _OFFLOAD,
+        "deepspeed_config": _OFFLOAD, "mlp_tiles": "auto",
     },
     "80gb": {
         "max_seq_len": 32768, "per_device_batch": 1, "memory_budget_gb": 76.0,
-        "deepspeed_config": _OFFLOAD,
+        "deepspeed_config": _OFFLOAD, "mlp_tiles": "auto",
     },
 }  # fmt: skip
 """For one card; several cards together hold more, and may need no offload."""

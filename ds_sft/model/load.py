@@ -22,10 +22,10 @@ from transformers.initialization import no_init_weights
 
 from ds_sft.data.model_files import weight_files
 from ds_sft.errors import ConfigError
-from ds_sft.model import attention, layers
+from ds_sft.model import attention
 from ds_sft.model.layers import LayerChoices
 from ds_sft.model.partitions import fetch_once, fill_part, resident_sub_groups
-from ds_sft.model.sft import SftModel
+from ds_sft.model.sft import SftModel, arrange
 
 
 def build_partitioned(
@@ -53,10 +53,7 @@ def build_partitioned(
         )
     causal_lm.tie_weights()  # left out with the initialisation
     _rebuild_buffers(causal_lm)
-    # torch drops the gradient of the padding token's embedding; Levanter does not.
-    causal_lm.get_input_embeddings().padding_idx = None
-    layers.apply(causal_lm, choices, device)
-    model = SftModel(causal_lm, loss_chunk_size)
+    model = arrange(causal_lm, loss_chunk_size, choices, device)
     fetch_once(model)
     with WeightFiles(directory) as files:
         files.check_names(model)

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from ds_sft.data.collate import IGNORE, HostBatch
+from ds_sft.model import layers
+from ds_sft.model.layers import LayerChoices
 from ds_sft.model.loss import LossHead
 
 
@@ -57,6 +59,23 @@ class DeviceBatch:
             segment_lengths=host.segment_lengths,
             max_length=host.max_length,
         )
+
+
+_EVERY_LAYER_AGAIN = LayerChoices()
+_CPU = torch.device("cpu")
+
+
+def arrange(
+    causal_lm: Any,
+    loss_chunk_size: int,
+    choices: LayerChoices = _EVERY_LAYER_AGAIN,
+    device: torch.device = _CPU,
+) -> SftModel:
+    """`causal_lm` as it is trained: its layers as chosen, a chunked head."""
+    # torch drops the gradient of the padding token's embedding; Levanter does not.
+    causal_lm.get_input_embeddings().padding_idx = None
+    layers.apply(causal_lm, choices, device)
+    return SftModel(causal_lm, loss_chunk_size)
 
 
 class SftModel(nn.Module):

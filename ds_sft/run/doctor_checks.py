@@ -14,7 +14,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,22 +278,19 @@ def attention() -> Check:
 
 
 def liger() -> Check:
-    """Whether Liger's Triton kernels could be compiled here. None of our JSONs needs them."""
+    """Whether Liger's kernels can be used here, for the architectures that have been compared."""
     import torch
 
-    name, advice = "Liger", "the plain kernels compute the same"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    reasons = {
-        "liger-kernel is not installed": importlib.util.find_spec("liger_kernel") is None,
-        "triton is not installed": importlib.util.find_spec("triton") is None,
-        "no CUDA device": not torch.cuda.is_available(),
-        "no C compiler, which Triton calls": not (shutil.which("gcc") or shutil.which("cc")),
-        f"{header} is missing, which Triton compiles against": not header.is_file(),
-    }
-    failing = [reason for reason, is_so in reasons.items() if is_so]
-    if failing:
-        return Check(name=name, state="-", detail=f"not usable: {failing[0]}", advice=advice)
-    return Check(name=name, state="ok", detail="installed; Triton has what it compiles with")
+    from ds_sft.model.liger import ARCHITECTURES, obstacle
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reason = obstacle({"model_type": ARCHITECTURES[0], "hidden_act": "silu"}, device)
+    if reason:
+        return Check(
+            name="Liger", state="-", detail=f"not usable: {reason}",
+            advice="the plain kernels compute the same (--liger auto takes them)",
+        )  # fmt: skip
+    return Check(name="Liger", state="ok", detail="Triton compiles here")
 
 
 def versions_of_driver() -> Check | None:

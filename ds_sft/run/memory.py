@@ -8,7 +8,6 @@ the one that speaks. Leaves the measuring to `engine.used_memory`, what would fi
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import shlex
 import socket
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from ds_sft import plan_memory
 from ds_sft.engine import placement, used_memory
 from ds_sft.errors import OutOfMemory
 from ds_sft.flags import RunConfig
@@ -95,7 +95,7 @@ def predicted(plan: Plan) -> str:
     It takes some seconds. Whatever goes wrong in it must not hide what was measured.
     """
     try:
-        said = importlib.import_module("ds_sft.plan_memory").facts(plan)
+        said = plan_memory.facts(plan)
         gpu, host = said["gpu"], said["host"]
         parts = [(n, v) for n, v in gpu.items() if n not in ("phase", "total") and v >= _SMALL]
         sizes = ", ".join(f"{name} {_gb(size)}" for name, size in parts)

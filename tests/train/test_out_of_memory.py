@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,7 +137,7 @@ def test_what_was_predicted_is_said_beside_what_was_measured(
     }
     facts = {"gpu": gpu, "host": {"total": 7_000_000_000}}
     fake = SimpleNamespace(facts=lambda plan: facts)
-    monkeypatch.setitem(sys.modules, "ds_sft.plan_memory", fake)
+    monkeypatch.setattr(memory, "plan_memory", fake)
     said = memory.what_to_try(plan(), "gpu")
     assert said.startswith(
         "predicted were 2.50 GB a GPU in the update (weights 2.00 GB) and 7.00 GB of host memory "

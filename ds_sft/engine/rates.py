@@ -1,0 +1,150 @@
+"""How long a step takes: bytes and operations over rates.
+
+Owns a model of one optimizer step: every microbatch is as slow as the slowest of its overlapping
+streams (computing, network, PCIe, NVMe), then the update follows. It is an estimate that puts
+configurations in an order, not a promise; it knows no latencies. Rates are assumed for a card of
+that size, or measured (`fit_measure`). Numbers in, numbers out: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_sft.engine.memory import GIB, Setup, device
+
+ADAM_BYTES = 32  # of one parameter through memory: master and moments read and written, gradient
+WEIGHT_FETCHES = 3  # of a microbatch: forward, recomputation, backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a machine does in a second; bytes unless the name says otherwise."""
+
+    gpu_flops: float
+    """bf16 operations of one GPU in matrix products, as reached in training."""
+    gpu_memory: float
+    """GPU memory, read and written."""
+    pcie: float
+    """Between host and one GPU, one direction."""
+    network: float
+    """Between ranks, of one rank."""
+    host_memory: float
+    """Host memory of a node, as CPU Adam reaches it."""
+    nvme_read: float
+    """Swap disk of a node."""
+    nvme_write: float
+    """Swap disk of a node."""
+    measured: tuple[str, ...] = ()
+    """Names of the fields that were measured; the others are assumed."""
+
+
+# Up to so much memory: reached bf16 FLOP/s and memory bytes/s. From 24 GB on, 40 to 50 % of the
+# dense peaks in NVIDIA's data sheets (A10G 70, L40S 362, A100 312, H200 989 TFLOP/s).
+_CARDS = (
+    (20 * GIB, 25e12, 0.3e12),
+    (40 * GIB, 35e12, 0.6e12),
+    (64 * GIB, 145e12, 0.8e12),
+    (100 * GIB, 140e12, 2.0e12),
+    (1 << 62, 400e12, 4.0e12),
+)
+_FAST_LINKS = 64 * GIB  # cards above it are assumed to have NVLink
+
+
+def assumed(gpu_memory: int, *, several_nodes: bool) -> Rates:
+    """Rates of a usual machine with a card of `gpu_memory` bytes."""
+    _, flops, memory = next(card for card in _CARDS if gpu_memory <= card[0])
+    inside = 100e9 if gpu_memory > _FAST_LINKS else 10e9
+    return Rates(
+        gpu_flops=flops, gpu_memory=memory, pcie=12e9, host_memory=40e9, nvme_read=3e9,
+        nvme_write=1.5e9, network=min(inside, 12e9) if several_nodes else inside,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one step computes."""
+
+    microbatches: int
+    """Of one rank in an optimizer step."""
+    micro_flops: float
+    """Of one microbatch, recomputation included."""
+    step_tokens: int
+    """Tokens of all ranks in an optimizer step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Of one optimizer step."""
+
+    compute: float
+    """Computing, all microbatches."""
+    exposed: float
+    """What network, PCIe and NVMe take longer than computing."""
+    update: float
+    """The optimizer."""
+    bound: str
+    """The slowest stream of a microbatch: compute, network, pcie or nvme."""
+
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        return self.compute + self.exposed + self.update
+
+
+def micro_flops(
+    config: Mapping[str, Any], setup: Setup, tokens: int, context: float, again: float = 1.0
+) -> float:
+    """Operations of a microbatch of `tokens`: 8 a parameter of the layers, 6 of the head.
+
+    `context` is the mean length of a token's document. The share `again` of the layers is computed
+    forward twice.
+    Source of the terms: PaLM (arXiv:2204.02311), appendix B.
+    """
+    layers = sum(n for name, n in setup.numels.items() if ".layers." in name)
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    width = heads * (config.get("head_dim") or hidden // heads)
+    attention = (6.0 + 2.0 * again) * config["num_hidden_layers"] * width * context
+    return tokens * ((6.0 + 2.0 * again) * layers + attention + 6.0 * config["vocab_size"] * hidden)
+
+
+def seconds(setup: Setup, ds_config: Mapping[str, Any], rates: Rates, work: Work) -> Seconds:
+    """Estimated time of one optimizer step."""
+    zero = ds_config["zero_optimization"]
+    home, params = device(zero, "offload_optimizer"), device(zero, "offload_param")
+    own, here = setup.own, min(setup.gpus_per_node, setup.world_size)
+    weights = WEIGHT_FETCHES * setup.compute_bytes * own
+    others = (setup.world_size - 1) / setup.world_size
+    whole = WEIGHT_FETCHES * setup.compute_bytes + setup.reduce_bytes
+    streams = {
+        "compute": work.micro_flops / rates.gpu_flops,
+        "network": whole * setup.total * others / rates.network,
+        # An offloaded sum of gradients is read, added to on the GPU, and written back.
+        "pcie": ((weights if params != "none" else 0) + (8 * own if home != "none" else 0))
+        / rates.pcie,
+        "nvme": weights * here / rates.nvme_read if params == "nvme" else 0.0,
+    }
+    bound = max(streams, key=lambda name: streams[name])
+    compute = work.microbatches * streams["compute"]
+    return Seconds(
+        compute=compute,
+        exposed=work.microbatches * streams[bound] - compute,
+        update=_update(setup, home, params, rates, here),
+        bound=bound,
+    )
+
+
+def _update(setup: Setup, home: str, params: str, rates: Rates, here: int) -> float:
+    own = setup.own
+    if home == "none":
+        return ADAM_BYTES * own / rates.gpu_memory
+    time = (
+        ADAM_BYTES * own * here / rates.host_memory + (4 + setup.compute_bytes) * own / rates.pcie
+    )
+    if home == "nvme":
+        # Master, moments and gradient are read; gradient, master and moments are written.
+        time += 16 * own * here * (1 / rates.nvme_read + 1 / rates.nvme_write)
+    if params == "nvme":
+        time += setup.compute_bytes * own * here / rates.nvme_write
+    return time

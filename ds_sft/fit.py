@@ -1,0 +1,221 @@
+"""`ds-sft fit`: can this model be trained at this length here, with which JSON, how fast?
+
+Owns the flags, the model's shapes (config.json is enough) and the written file. The comparison is
+`fit_rows`', how it looks `fit_view`'s; what layers keep is measured by `model.activations`, and
+torch is imported only for that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from ds_sft.data.architectures import check_architecture, expected_shapes
+from ds_sft.data.model_files import ModelFiles, cached_revision, find_model
+from ds_sft.engine import memory
+from ds_sft.engine.config import read_json
+from ds_sft.engine.memory import Activations
+from ds_sft.engine.rates import Rates
+from ds_sft.errors import ConfigError
+from ds_sft.fit_rows import Machine, Question, Row, compare, fitting, row, usable
+
+CONFIGS = Path("ds_configs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitFlags:
+    """Say which DeepSpeed JSON fits a machine, what it needs and how fast it is."""
+
+    model_id: str
+    """Hugging Face id in the cache, or a directory; config.json is enough, weights are not read."""
+    max_seq_len: int = 32768
+    """Tokens of a pack."""
+    gpu_memory: str = ""
+    """Memory of one GPU, for example 24GiB or 80GB; default: this machine's."""
+    host_memory: str = ""
+    """Memory of one node; default: this machine's, or its container's limit."""
+    nvme_path: Path | None = None
+    """Directory on a local disk for swap files; its free space counts."""
+    world_size: int = 1
+    """Ranks (GPUs) over all nodes."""
+    gpus_per_node: int = 8
+    """GPUs that share a node's memory and disk."""
+    per_device_batch: int = 1
+    """Packs per rank in one microbatch."""
+    train_batch_size: int = 64
+    """Packs in one optimizer step, for the estimated time."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of forward and backward."""
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which gradients are summed over ranks."""
+    loss_chunk_size: int = 2048
+    """Tokens per chunk of the cross-entropy."""
+    recompute_every: int = 1
+    """As in training: compute every so many layers again in backward; 0 = none."""
+    offload_activations: bool = False
+    """As in training: inputs of recomputed layers wait in host memory."""
+    mlp_tiles: int | Literal["auto"] = 0
+    """As in training: run each MLP over so many tiles of tokens."""
+    configs: Path = CONFIGS
+    """Directory of the DeepSpeed JSONs to compare, or one file."""
+    measure: bool = False
+    """Measure this machine's rates (matrix products, memory, disk) instead of assuming them."""
+    write: Path | None = None
+    """Write the fastest that fits as a JSON with sizes for this model."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_seq_len", "world_size", "gpus_per_node", "per_device_batch",
+                     "train_batch_size", "loss_chunk_size"):  # fmt: skip
+            value = getattr(self, name)
+            if not 1 <= value <= 10**9:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag}={value} must be from 1 to 1,000,000,000")
+        for name in ("recompute_every", "mlp_tiles"):
+            value = getattr(self, name)
+            if value != "auto" and not 0 <= value <= 10**9:
+                raise ConfigError(f"--{name.replace('_', '-')}={value} must be 0 or more")
+        if self.offload_activations and self.recompute_every == 0:
+            raise ConfigError(
+                "--offload-activations with --recompute-every 0: there are no inputs to move"
+            )
+        if self.compute_dtype == "float32" and self.grad_reduce_dtype == "bfloat16":
+            raise ConfigError(
+                "--compute-dtype float32 with --grad-reduce-dtype bfloat16 is refused by training: "
+                "use --grad-reduce-dtype float32"
+            )
+
+
+def run(flags: FitFlags) -> None:
+    """The command. Raises ConfigError."""
+    from ds_sft import fit_view
+    from ds_sft.fit_machine import machine_of, rates_of
+
+    jsons = read_configs(flags.configs)
+    model = model_of(flags.model_id)
+    longest = model.max_position_embeddings
+    if longest is not None and flags.max_seq_len > longest:
+        raise ConfigError(
+            f"--max-seq-len {flags.max_seq_len}: {flags.model_id} was made for {longest} "
+            f"(max_position_embeddings): use at most {longest}"
+        )
+    machine = machine_of(flags)
+    machine_rates = rates_of(flags, machine)
+    question = Question(model=model, flags=flags, activations=measured(model.config, flags))
+    jsons, refused = usable(question, jsons)
+    rows = compare(question, jsons, machine, machine_rates)
+    written = None
+    if flags.write is not None:
+        written = _write(question, jsons, machine, machine_rates, flags.write)
+    fit_view.show(question, machine, machine_rates, rows, refused, written)
+    if flags.write is not None and written is None:
+        raise ConfigError(
+            f"--write {flags.write}: no file of {flags.configs} fits, not even with the smallest "
+            "sizes: change what the answer above names"
+        )
+
+
+def _write(
+    question: Question,
+    jsons: Mapping[str, dict[str, Any]],
+    machine: Machine,
+    machine_rates: Rates,
+    path: Path,
+) -> Row | None:
+    """Write the fastest that fits, with sizes for this model; None when nothing does."""
+    found = fitting(question, jsons, machine, machine_rates)
+    if found is None:
+        return None
+    name, value = found
+    if question.flags.nvme_path is not None:
+        for section in ("offload_optimizer", "offload_param"):
+            if memory.device(value["zero_optimization"], section) == "nvme":
+                nvme_path = str(question.flags.nvme_path.resolve())
+                value["zero_optimization"][section]["nvme_path"] = nvme_path
+    try:
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write {path} cannot be written: {error}") from None
+    return row(question, name, value, machine, machine_rates)
+
+
+def read_configs(path: Path) -> dict[str, dict[str, Any]]:
+    """The DeepSpeed JSONs in a directory, or one, by name. Raises ConfigError."""
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(f"--configs {path} holds no .json: use ds_configs")
+    return {file.stem: read_json(file) for file in files}
+
+
+def model_of(model_id: str) -> ModelFiles:
+    """The model's shapes, from weights' headers or config.json alone. Raises ConfigError."""
+    path = Path(model_id).expanduser()
+    directory = path if path.is_dir() else None
+    if directory is None and model_id.count("/") == 1:
+        directory = cached_revision(model_id)
+    if not model_id or directory is None or any(directory.glob("*.safetensors")):
+        model = find_model(model_id)
+        if model is None:
+            raise ConfigError(
+                f"--model-id {model_id} is not in the Hub's cache of this machine: download its "
+                "config.json, and name the directory"
+            )
+        return model
+    return without_weights(directory)
+
+
+def without_weights(directory: Path) -> ModelFiles:
+    """A model of which only config.json is there. Raises ConfigError."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        tied = bool(config.get("tie_word_embeddings", False))
+        check_architecture(directory, config)
+        shapes = expected_shapes(config, tied)
+    except FileNotFoundError:
+        raise ConfigError(f"--model-id {directory} holds no config.json") from None
+    except KeyError as error:
+        raise ConfigError(f"{directory}/config.json has no {error}: copy the model again") from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{directory}/config.json cannot be read: {error}") from None
+    tensors = {name: (shape, "BF16") for name, shape in shapes.items()}
+    return ModelFiles(directory=directory, config=config, tensors=tensors, tied=tied)
+
+
+def measured(config: Mapping[str, Any], flags: FitFlags) -> Callable[[int], Activations]:
+    """Activations of this model by tokens of a microbatch; each length is measured once."""
+
+    @cache
+    def activations(tokens: int) -> Activations:
+        import torch
+
+        from ds_sft.model.activations import of_choices
+        from ds_sft.model.layers import LayerChoices
+
+        choices = LayerChoices(
+            recompute_every=flags.recompute_every, mlp_tiles=flags.mlp_tiles,
+            offload_activations=flags.offload_activations,
+        )  # fmt: skip
+        try:
+            small, large = of_choices(
+                dict(config), tokens, choices, dtype=getattr(torch, flags.compute_dtype),
+                loss_chunk_size=flags.loss_chunk_size,
+                kernel="varlen" if flags.compute_dtype == "bfloat16" else "sdpa",
+            )  # fmt: skip
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"--model-id {flags.model_id}: transformers cannot build a model from its "
+                f"config.json ({type(error).__name__}: {error}): copy the model again"
+            ) from error
+        layers = config["num_hidden_layers"]
+        whole = memory.extrapolated(small, large, layers)
+        if not flags.offload_activations:
+            return whole
+        one = tokens * config["hidden_size"] * (2 if flags.compute_dtype == "bfloat16" else 4)
+        return memory.parked(whole, choices.recomputed(layers), one)
+
+    return activations

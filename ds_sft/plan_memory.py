@@ -1,0 +1,87 @@
+"""What a planned run needs of a GPU, of host memory and of NVMe, for `ds-sft plan --memory`.
+
+Owns the step from a plan to `engine.memory`'s arithmetic. Imports torch, inside, to measure what
+the layers keep: seconds, not milliseconds, so a plan says it only when asked.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ds_sft.engine import memory
+from ds_sft.engine.memory import Activations, Setup
+from ds_sft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_sft.plan import Plan
+
+GPUS_OF_A_NODE = 8
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """Bytes by place and purpose, as plain values. Raises ConfigError without the model's files."""
+    from ds_sft.fit_view import need_facts
+
+    if plan.model is None:
+        raise ConfigError(
+            f"--memory: {plan.recipe.model_id} is not on this machine: name a directory, or use "
+            "`ds-sft fit`, for which config.json is enough"
+        )
+    recipe = plan.recipe
+    setup = Setup(
+        numels={name: math.prod(shape) for name, (shape, _) in plan.model.tensors.items()},
+        tied=plan.model.tied,
+        world_size=plan.batches.world_size,
+        gpus_per_node=GPUS_OF_A_NODE,
+        compute_bytes=2 if recipe.compute_dtype == "bfloat16" else 4,
+        reduce_bytes=2 if recipe.grad_reduce_dtype == "bfloat16" else 4,
+    )
+    need = memory.need(setup, plan.ds_config, activations(plan))
+    return {**need_facts(need), "assumptions": memory.ASSUMPTIONS}
+
+
+def activations(plan: Plan) -> Activations:
+    """What a microbatch of the run holds beside the states, its attention included."""
+    import torch
+
+    from ds_sft.model.activations import of_choices
+    from ds_sft.model.layers import LayerChoices
+
+    assert plan.model is not None
+    run, dtype = plan.run, plan.recipe.compute_dtype
+    gpu_kernel = dtype == "bfloat16" and run.attn_impl != "sdpa"
+    tokens = run.per_device_batch * plan.data.max_seq_len
+    choices = LayerChoices(
+        recompute_every=run.recompute_every, mlp_tiles=run.mlp_tiles,
+        offload_activations=run.offload_activations,
+    )  # fmt: skip
+    small, large = of_choices(
+        plan.model.config, tokens, choices, dtype=getattr(torch, dtype),
+        loss_chunk_size=run.loss_chunk_size, kernel="varlen" if gpu_kernel else "sdpa",
+    )  # fmt: skip
+    layers = plan.model.config["num_hidden_layers"]
+    whole = memory.extrapolated(small, large, layers)
+    if not run.offload_activations:
+        return whole
+    one = tokens * plan.model.config["hidden_size"] * (2 if dtype == "bfloat16" else 4)
+    return memory.parked(whole, choices.recomputed(layers), one)
+
+
+def rows(said: dict[str, Any]) -> list[tuple[str, str]]:
+    """The table: name and text."""
+    gpu, host = said["gpu"], said["host"]
+    parts = {k: v for k, v in gpu.items() if k not in ("phase", "total") and v}
+    return [
+        ("a GPU at its peak", f"{_gib(gpu['total'])}, in the {gpu['phase']}"),
+        *((f"... {name}", _gib(size)) for name, size in parts.items()),
+        ("host memory of a node", f"{_gib(host['total'])} = states {_gib(host['states'])}, buffers "
+         f"{_gib(host['buffers'])}, processes {_gib(host['processes'])} ({GPUS_OF_A_NODE} GPUs a "
+         "node at most)"),
+        ("NVMe of a node", _gib(said["nvme"]) if said["nvme"] else "none"),
+        ("assumed", said["assumptions"]),
+    ]  # fmt: skip
+
+
+def _gib(size: float) -> str:
+    return f"{size / memory.GIB:.2f} GiB"
