@@ -39,7 +39,7 @@ def _show_tables(said: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     for title, rows in sections(said):
         table = Table(box=None, show_header=False, title=title, title_justify="left")
         table.add_column(no_wrap=True, min_width=22)

@@ -2,8 +2,9 @@
 
 Owns `--input PATH:FRACTION`, `PATH:REPEATS`, `--max-samples` and the draw of the validation part:
 every draw is exact (so many of so many rows), from `--seed` alone, and independent of the workers.
-Invariants: a row that is drawn for validation is trained in no repeat of its source; rows stay in
-the order of the input; without a draw nothing is counted first.
+Invariants: a row that is drawn for validation is trained in no repeat of its source, nor where the
+same file is named again; rows stay in the order of the input; without a draw nothing is counted
+first.
 
 A draw reads every file once more, to count its rows, and holds 9 bytes a row meanwhile, 1 after.
 Left to others: reading (`sources`, `tables`), what the paths name (`inputs`).
@@ -11,6 +12,7 @@ Left to others: reading (`sources`, `tables`), what the paths name (`inputs`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,7 +91,7 @@ def plan(
     repeats = [part.repeats for part in inputs]
     limit = max(1, draw.max_samples // 10) if draw.max_samples else 0
     if draw.validation_fraction:
-        train, chosen = _set_aside(train, draw, limit)
+        train, chosen = _set_aside(inputs, train, draw, limit)
         takes = _passes(files, chosen, [1] * len(files))
     else:
         after = sum(len(part.sources) for part in inputs)
@@ -118,11 +120,16 @@ def _of_fraction(part: Input, number: int, seed: int) -> Keep:
     return choose(total, wanted, [seed, _FRACTION, number])
 
 
-def _set_aside(train: list[Keep], draw: Draw, limit: int) -> tuple[list[Keep], list[Keep]]:
-    """Take the validation part's rows out of the inputs."""
-    edges = np.cumsum([len(keep) for keep in train])[:-1]
-    pool = np.concatenate(train)
-    total = int(pool.sum())
+def _set_aside(
+    inputs: Sequence[Input], train: list[Keep], draw: Draw, limit: int
+) -> tuple[list[Keep], list[Keep]]:
+    """Take the validation part's rows out of the inputs; a file named twice is drawn from once."""
+    files = [os.path.realpath(source.name) for part in inputs for source in part.sources]
+    kept = [rows for part, keep in zip(inputs, train, strict=True) for rows in _split(part, keep)]
+    pool: dict[str, Keep] = {}
+    for file, keep in zip(files, kept, strict=True):
+        pool[file] = pool[file] | keep if file in pool else keep
+    total = sum(int(keep.sum()) for keep in pool.values())
     wanted = max(1, round(draw.validation_fraction * total))
     wanted = min(wanted, limit) if limit else wanted
     if wanted >= total:
@@ -130,9 +137,20 @@ def _set_aside(train: list[Keep], draw: Draw, limit: int) -> tuple[list[Keep], l
             f"--validation-fraction {draw.validation_fraction:g} of {total} rows leaves none to "
             "train on: give more rows or --validation-input"
         )
-    aside = np.zeros(len(pool), np.bool_)
-    aside[np.flatnonzero(pool)[choose(total, wanted, [draw.seed, _VALIDATION])]] = True
-    return np.split(pool & ~aside, edges), np.split(aside, edges)
+    everything = np.concatenate(list(pool.values()))
+    drawn = np.zeros(len(everything), np.bool_)
+    drawn[np.flatnonzero(everything)[choose(total, wanted, [draw.seed, _VALIDATION])]] = True
+    edges = np.cumsum([len(keep) for keep in pool.values()])[:-1]
+    aside = dict(zip(pool, np.split(drawn, edges), strict=True))
+    rest = [keep & ~aside[file] for file, keep in zip(files, kept, strict=True)]
+    once = [aside.pop(file, np.zeros_like(keep)) for file, keep in zip(files, kept, strict=True)]
+    edges = np.cumsum([len(keep) for keep in train])[:-1]
+    return np.split(np.concatenate(rest), edges), np.split(np.concatenate(once), edges)
+
+
+def _split(part: Input, keep: Keep) -> list[Keep]:
+    """The rows of one input, source by source."""
+    return np.split(keep, np.cumsum([source.count_rows() for source in part.sources])[:-1])
 
 
 def _passes(
@@ -141,11 +159,11 @@ def _passes(
     """The passes over the rows that are kept; sources are numbered from `first`."""
     takes = []
     for part, keep, times in zip(inputs, kept, repeats, strict=True):
-        edges = np.cumsum([source.count_rows() for source in part.sources])[:-1]
-        parts = np.split(keep, edges)
         once = [
             Take(source, rows, first + number)
-            for number, (source, rows) in enumerate(zip(part.sources, parts, strict=True))
+            for number, (source, rows) in enumerate(
+                zip(part.sources, _split(part, keep), strict=True)
+            )
         ]
         takes += once * times
         first += len(part.sources)

@@ -2,7 +2,8 @@
 
 Owns the memory of rows, 24 bytes in a table at most two thirds full, and the dropping of those that
 come again. Two rows are the same if their tokens and masks are; a repeat of a source (`PATH:3`) is
-no duplicate of itself.
+no duplicate of itself. The validation part comes first, and its rows that are trained all the same
+are counted.
 
 Left to others: the hashes (`pipeline`), the counts (`report`).
 """
@@ -13,11 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from ds_sft.data.pipeline import Dropped, Encoded
+from ds_sft.data.encoded import Dropped, Encoded
 
 _HASH, _OWNER = 16, 8
 _ENTRY = _HASH + _OWNER
 _PLACE_BITS = 40
+_TRAINED = 1 << 63
+"""Set in the owner of a row of the training part."""
 _EMPTY = bytes(_HASH)
 
 
@@ -27,15 +30,22 @@ class Duplicates:
     def __init__(self, *, drop: bool) -> None:
         self._drop = drop
         self._owners = HashTable()
+        self._trained_too: set[int] = set()
 
-    def sift(self, encoded: Encoded, file: int) -> tuple[Encoded, int]:
+    @property
+    def num_leaked(self) -> int:
+        """Rows of the validation part that are trained too, each counted once."""
+        return len(self._trained_too)
+
+    def sift(self, encoded: Encoded, file: int, *, validation: bool = False) -> tuple[Encoded, int]:
         """The chunk, without its duplicates if they are dropped, and how many it has."""
-        owner = file << _PLACE_BITS
-        again = {
-            place
-            for place, digest in encoded.hashes
-            if self._owners.first(digest, owner | place) != owner | place
+        owner = file << _PLACE_BITS | (0 if validation else _TRAINED)
+        firsts = {
+            place: self._owners.first(digest, owner | place) for place, digest in encoded.hashes
         }
+        again = {place for place, first in firsts.items() if first != owner | place}
+        if not self._drop and not validation:
+            self._trained_too |= {firsts[place] for place in again if firsts[place] < _TRAINED}
         if not again or not self._drop:
             return encoded, len(again)
         return _without(encoded, again), len(again)

@@ -2,7 +2,8 @@
 
 Owns the three forms that elizaOS writes: `eliza_native_v1` (a request to a model and its response,
 in the AI SDK's terms), `eliza.eliza1_trajectory_record.v1` (messages with a quality), and the flat
-record that both replace. The response, the last message and `expectedResponse` are what is trained.
+record that both replace. Of a request, or a flat record, the response alone is trained, never an
+answer of the history; of a trajectory every answer.
 Invariant: a record that elizaOS set aside for repair is rejected as `auxiliary_record`.
 
 Left to others: a single message (`records`), and which shape a row has (`shapes`).
@@ -14,7 +15,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ds_sft.data.records import ROLES, Conversation, Message, Reject, conversation, kind, slug
+from ds_sft.data.records import (
+    ROLES,
+    Conversation,
+    Message,
+    Reject,
+    conversation,
+    given,
+    kind,
+    slug,
+)
 
 NATIVE_FORMAT = "eliza_native_v1"
 NATIVE_BOUNDARIES = ("vercel_ai_sdk.generateText", "vercel_ai_sdk.streamText")
@@ -51,7 +61,9 @@ def from_native(row: Mapping[str, Any]) -> Conversation:
         for number, message in enumerate(request["messages"]):
             asked += _ai_messages(message, number)
     if request.get("prompt") is not None:
-        asked += _prompt(request["prompt"])
+        if asked:
+            raise Reject("prompt_and_messages", "the request has both `prompt` and `messages`")
+        asked = _prompt(request["prompt"])
     system = request.get("system")
     if system and not (asked and asked[0] == {"role": "system", "content": system}):
         asked.insert(0, {"role": "system", "content": system})
@@ -62,7 +74,7 @@ def from_native(row: Mapping[str, Any]) -> Conversation:
     answer["tool_calls"] = [_ai_call(call) for call in calls]
     if not answer["tool_calls"] and not answer["content"]:
         raise Reject("empty_response", "the response has neither text nor tool calls")
-    return conversation([*asked, answer], _ai_tools(request.get("tools")))
+    return conversation([*given(asked), answer], _ai_tools(request.get("tools")))
 
 
 def from_trajectory(row: Mapping[str, Any]) -> Conversation:
@@ -90,7 +102,7 @@ def from_flat(row: Mapping[str, Any]) -> Conversation:
     turns = [turn for entry in memory if (turn := _memory_turn(entry)) is not None]
     messages = [
         {"role": "system", "content": _flat_system(row)},
-        *turns,
+        *given(turns),
         {"role": "user", "content": current},
         {"role": "assistant", "content": answer},
     ]
@@ -98,15 +110,14 @@ def from_flat(row: Mapping[str, Any]) -> Conversation:
 
 
 def _refuse_auxiliary(row: Mapping[str, Any]) -> None:
-    metadata = _as_object(row.get("metadata"))
-    split = row.get("split") or metadata.get("split")
-    if split in ("repair", "repair_eval"):
-        raise Reject("auxiliary_record", f"`split` is {split}")
-    quality = _as_object(row.get("quality")) or _as_object(metadata.get("quality"))
-    if quality.get("success") is False or quality.get("requiresRepair") is True:
-        raise Reject("auxiliary_record", "`quality` says that it failed or needs repair")
-    if quality.get("rating") == "repair":
-        raise Reject("auxiliary_record", "`quality.rating` is repair")
+    for said in (row, _as_object(row.get("metadata"))):
+        if said.get("split") in ("repair", "repair_eval"):
+            raise Reject("auxiliary_record", f"`split` is {said['split']}")
+        quality = _as_object(said.get("quality"))
+        if quality.get("success") is False or quality.get("requiresRepair") is True:
+            raise Reject("auxiliary_record", "`quality` says that it failed or needs repair")
+        if quality.get("rating") == "repair":
+            raise Reject("auxiliary_record", "`quality.rating` is repair")
 
 
 def _ai_messages(message: Any, number: int) -> list[Any]:
@@ -136,7 +147,7 @@ def _tool_result(part: dict[str, Any], number: int) -> Message:
     value = part.get("output", part.get("result"))
     if isinstance(value, dict) and set(value) <= {"type", "value"} and "value" in value:
         value = value["value"]
-    content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    content = value if isinstance(value, str) else _json(value)
     message: Message = {"role": "tool", "content": content}
     for name, key in (("tool_call_id", "toolCallId"), ("name", "toolName")):
         if isinstance(part.get(key), str):
@@ -183,11 +194,13 @@ def _flat_system(row: Mapping[str, Any]) -> str:
         agent = row.get("agentId")
         system = text.format(agent=agent if isinstance(agent, str) and agent else "the assistant")
     if metadata.get("toolSpecs"):
-        specs = json.dumps(metadata["toolSpecs"], ensure_ascii=False, indent=2)
+        specs = _json(metadata["toolSpecs"], indent=2)
         system = f"{system.rstrip()}\n\nAvailable tools (JSON):\n{specs}"
     actions = row.get("availableActions")
     if isinstance(actions, list) and actions:
-        names = ", ".join(str(action) for action in actions)
+        names = ", ".join(
+            action if isinstance(action, str) else _json(action) for action in actions
+        )
         system = f"{system.rstrip()}\n\nAvailable actions: {names}"
     return system
 
@@ -195,7 +208,7 @@ def _flat_system(row: Mapping[str, Any]) -> str:
 def _memory_turn(entry: Any) -> Message | None:
     """A turn of the history; entries of other kinds (facts, reflections) are no turns."""
     entry = _as_object(entry)
-    role, content = entry.get("role") or "user", entry.get("content")
+    role, content = entry.get("role"), entry.get("content")
     role = ROLES.get(role) if isinstance(role, str) else None
     if role not in ("user", "assistant") or not isinstance(content, str) or not content.strip():
         return None
@@ -206,6 +219,13 @@ def _prompt(prompt: Any) -> list[Any]:
     if isinstance(prompt, list):
         return [turn for number, item in enumerate(prompt) for turn in _ai_messages(item, number)]
     return [{"role": "user", "content": prompt}]
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+    except TypeError as error:  # a value of a table that JSON lacks
+        raise Reject("value_not_json", str(error)) from None
 
 
 def _object(row: Mapping[str, Any], name: str) -> dict[str, Any]:

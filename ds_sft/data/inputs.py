@@ -2,7 +2,8 @@
 
 Owns the spelling: a file, a directory (the known files in it), a pattern, a Hub data set or a
 `save_to_disk` directory, each with `:REPEATS` (a whole number) or `:FRACTION` (with a point, below
-1) after it. A path that exists is that path, whatever colons it has.
+1) after it. A path that exists is that path, whatever colons it has. Nothing is never the current
+directory.
 
 Left to others: reading (`sources`, `tables`), the draws (`draws`).
 """
@@ -61,8 +62,21 @@ def open_inputs(given: Collection[str], how: Tables, flag: str = "--input") -> l
     return found
 
 
+def refuse_unused(how: Tables, inputs: Sequence[Input]) -> None:
+    """Raises ConfigError for a split or a subset that none of the inputs has."""
+    sets = [
+        source for part in inputs for source in part.sources if isinstance(source, DatasetSource)
+    ]
+    if how.split != Tables().split and not sets:
+        raise ConfigError(f"--split {how.split}: no input is a data set, files have none: drop it")
+    if how.subset and not any(data.is_on_hub for data in sets):
+        raise ConfigError(f"--subset {how.subset}: no input is a data set on the Hub: drop it")
+
+
 def _open_input(text: str, how: Tables, flag: str) -> Input:
     where, repeats, fraction = _split_amount(text, flag)
+    if not where:
+        raise ConfigError(f"{flag} {text!r} names no file: give one, or . for the files here")
     return Input(
         text=text, sources=list(_sources(where, how, flag)), repeats=repeats, fraction=fraction
     )

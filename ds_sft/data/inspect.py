@@ -71,7 +71,7 @@ def run(flags: InspectFlags) -> None:
     from rich.console import Console
 
     data = PackedDataset.open(flags.data)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     if flags.plot is not None:
         from ds_sft.data.plots import draw
 

@@ -37,6 +37,8 @@ MANIFEST = "manifest.json"
 TOKENIZER_DIR = "tokenizer"
 VALIDATION_DIR = "validation"
 """Where a data set holds its validation part, a data set of its own."""
+REPLACED_SUFFIX = ".replaced"
+"""Beside a data set: what `prepare --force` is about to replace with it."""
 ARRAY_DTYPES: dict[str, npt.DTypeLike] = {
     "tokens": np.int32,
     "assistant_mask": np.uint8,
@@ -116,6 +118,12 @@ class PackedDataset:
 
 def _read_manifest(root: Path) -> tuple[dict[str, Any], str]:
     if not root.is_dir():
+        old = root.with_name(root.name + REPLACED_SUFFIX)
+        if old.is_dir():
+            raise DataError(
+                f"{root} is not there, but {old} is: a `prepare --force` was killed as it replaced "
+                f"the data set; rename that to {root.name}, or run `ds-sft prepare` again"
+            )
         raise DataError(f"{root} is not a directory: make it with `ds-sft prepare --out {root}`")
     try:
         raw = (root / MANIFEST).read_bytes()

@@ -2,8 +2,11 @@
 
 Owns the way from packs to the files that `packed` describes and reads. Invariants: a writer holds
 one pack in memory, whatever the size of the data; the directory takes its final name only when
-every byte of it is on the disk: a kill or a full disk leaves `<out>.partial` at most, and the next
-writer removes that.
+every byte of it is on the disk; one writer at a time writes an `<out>`, held apart by a lock in
+`<out>.partial`; nothing is deleted that a writer did not make.
+
+A kill leaves `<out>.partial` at most, which the next writer empties, or, between the two renames
+of a replacement, `<out>.replaced`, which the next writer brings back.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from ds_sft.data.claim import LOCK, PARTIAL_SUFFIX, claim, foreign
 from ds_sft.data.packed import (
     ARRAY_DTYPES,
     FORMAT_VERSION,
     MANIFEST,
+    REPLACED_SUFFIX,
     TOKENIZER_DIR,
     Array,
     file_sha256,
@@ -46,8 +51,10 @@ class PackedWriter:
         self.max_seq_len = max_seq_len
         self.replace = replace
         _refuse_existing(out, replace)
-        self.partial = out.with_name(out.name + ".partial")
+        self.partial = out.with_name(out.name + PARTIAL_SUFFIX)
+        self.replaced = out.with_name(out.name + REPLACED_SUFFIX)
         self.num_docs = 0
+        self._lock = -1
         self._files: dict[str, _GrowingArray] = {}
 
     @property
@@ -60,14 +67,35 @@ class PackedWriter:
         return self.partial / TOKENIZER_DIR
 
     def __enter__(self) -> Self:
-        if self.partial.exists():
-            shutil.rmtree(self.partial)
-        self.partial.mkdir(parents=True)
+        self._lock = claim(self.partial, self.out)
+        try:
+            self._bring_back()
+            self._start()
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    def _bring_back(self) -> None:
+        """Undo a replacement that a kill ended half-way."""
+        self._check_replaced()
+        if not self.out.exists() and (self.replaced / MANIFEST).is_file():
+            self.replaced.rename(self.out)
+            _refuse_existing(self.out, self.replace)
+
+    def _check_replaced(self) -> None:
+        """Raise DataError if the place for what is replaced is somebody else's."""
+        reason = foreign(self.replaced) if os.path.lexists(self.replaced) else ""
+        if reason:
+            raise DataError(
+                f"{self.replaced} is in the way and {reason}: move it away, or choose another --out"
+            )
+
+    def _start(self) -> None:
         for name, dtype in ARRAY_DTYPES.items():
             row = (self.max_seq_len,) if name in ("tokens", "assistant_mask") else ()
             self._files[name] = _GrowingArray(self.partial / f"{name}.npy", dtype, row)
         self._files["pack_offsets"].append(np.zeros(1, np.int64))
-        return self
 
     def add_pack(self, tokens: Array, assistant_mask: Array, doc_lens: Sequence[int]) -> None:
         """Append one pack: its documents' tokens and mask, unpadded [sum(doc_lens)]."""
@@ -101,15 +129,28 @@ class PackedWriter:
         _fsync(marker)
         _fsync(self.partial)
         _refuse_existing(self.out, self.replace)
-        old = self.out.with_name(self.out.name + ".replaced")
+        self._check_replaced()
+        self._take_name()
+        (self.out / LOCK).unlink()
+        if self.replaced.exists():
+            shutil.rmtree(self.replaced)
+
+    def _take_name(self) -> None:
+        """Rename the whole directory, and what it replaces out of the way."""
+        if self.replaced.exists():
+            shutil.rmtree(self.replaced)
         if self.out.exists():
-            if old.exists():
-                shutil.rmtree(old)
-            self.out.rename(old)
-        self.partial.rename(self.out)
+            self.out.rename(self.replaced)
+        try:
+            self.partial.rename(self.out)
+        except OSError:
+            if self.replaced.exists():
+                self.replaced.rename(self.out)
+            raise
+        # The name is another writer's from here on.
+        os.close(self._lock)
+        self._lock = -1
         _fsync(self.out.parent)
-        if old.exists():
-            shutil.rmtree(old)
 
     def _written(self) -> list[str]:
         """Names of the arrays and of the tokenizer's files, relative to the data set."""
@@ -123,9 +164,16 @@ class PackedWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Remove what was written, unless it was committed."""
         for file in self._files.values():
             file.abandon()
-        shutil.rmtree(self.partial, ignore_errors=True)
+        if self._lock >= 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
 
 
 class _GrowingArray:
@@ -179,11 +227,18 @@ def _refuse_existing(out: Path, replace: bool) -> None:
         raise DataError(f"--out {out} has no name of its own: name a new directory")
     if out.is_symlink():
         raise DataError(f"{out} is a link: name the directory itself")
-    deletable = (out / MANIFEST).is_file() or (out.is_dir() and not any(out.iterdir()))
-    if replace and out.exists() and not deletable:
-        raise DataError(f"{out} is not a data set, so --force does not delete it: name another")
-    if out.exists() and not replace:
+    if not out.exists():
+        return
+    if not replace:
         raise DataError(f"{out} exists: choose another --out, or add --force to replace it")
+    reason = foreign(out)
+    if not reason and any(out.iterdir()) and not (out / MANIFEST).is_file():
+        reason = f"has no {MANIFEST}"
+    if reason:
+        raise DataError(
+            f"{out} {reason}, so --force does not delete it: name another --out, or delete it "
+            "yourself"
+        )
 
 
 def _fsync(path: Path) -> None:

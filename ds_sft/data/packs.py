@@ -23,10 +23,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from ds_sft.data.encoded import Encoded
 from ds_sft.data.packed import Array
 from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.data.packing import LEVANTER_MAX_DOCS, NextFit, Packing, best_fit, overlong_message
-from ds_sft.data.pipeline import Encoded
 from ds_sft.data.report import Counts
 from ds_sft.errors import DataError
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -31,6 +31,7 @@ import numpy.typing as npt
 from ds_sft.data.chat import ChatEncoder, Document
 from ds_sft.data.chunks import Chunk, chunks
 from ds_sft.data.draws import Take
+from ds_sft.data.encoded import Dropped, Encoded, Repeated
 from ds_sft.data.packing import Overlong, pieces
 from ds_sft.data.records import Conversation, Rejected
 from ds_sft.data.rows import ANY, Reading, parse_row
@@ -69,52 +70,6 @@ class Job:
     """What becomes of reasoning."""
     on_rewrite: OnRewrite = "split"
     """What becomes of a conversation that the template renders otherwise as it goes on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
-    """Tokens of an accepted row that no pack takes."""
-
-    place: int
-    """Line or row number in its source."""
-    num_tokens: int
-    reason: str
-    """A slug under which such tokens are counted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Encoded:
-    """The documents of one chunk, in order, and the rows that are none.
-
-    A row may be several documents, and a document cut into several pieces is as many documents.
-    """
-
-    source: int
-    """Index of the file."""
-    num_bytes: int
-    """Size of the chunk in the file, for the progress bar."""
-    num_accepted: int
-    """Rows that were not rejected."""
-    places: list[int]
-    """Line or row number of each document."""
-    full_lengths: list[int]
-    """Tokens of each document before cutting; of a piece, the tokens of the piece."""
-    kept_lengths: list[int]
-    """Tokens of each document after cutting; 0 if it is dropped as overlong."""
-    tokens: npt.NDArray[np.int32]
-    """The kept tokens of all documents, end to end."""
-    assistant_mask: npt.NDArray[np.uint8]
-    """Their mask."""
-    dropped: list[Dropped]
-    """What is left out for a reason other than its length; has no place among the documents."""
-    rejected: list[tuple[int, Rejected]]
-    """Place and reason of each rejected row."""
-    num_tokens: int = 0
-    """Tokens of the accepted rows before anything was cut or dropped."""
-    hashes: list[tuple[int, bytes]] = field(default_factory=list)
-    """Place of each accepted row, and 16 bytes that tell rows apart: of its tokens and mask."""
-    shapes: dict[str, int] = field(default_factory=dict)
-    """Rows by the shape that they were read as."""
 
 
 def build_encoder(job: Job) -> ChatEncoder:
@@ -160,11 +115,15 @@ def _encode(chunk: Chunk, job: Job, encoder: ChatEncoder) -> Encoded:
     cut = _Cut(job)
     hashes: list[tuple[int, bytes]] = []
     num_tokens = 0
+    repeated = Repeated()
     for number, result in zip(numbers, encoder.encode(conversations), strict=True):
         if isinstance(result, Rejected):
             rejected.append((number, result))
             continue
         hashes.append((number, _hash(result)))
+        lengths = [len(document.tokens) for document in result]
+        if len(lengths) > 1:
+            repeated += Repeated(1, len(lengths), sum(lengths) - max(lengths))
         for document in result:
             num_tokens += len(document.tokens)
             cut.add(number, document)
@@ -182,6 +141,7 @@ def _encode(chunk: Chunk, job: Job, encoder: ChatEncoder) -> Encoded:
         num_tokens=num_tokens,
         hashes=hashes,
         shapes=shapes,
+        repeated=repeated,
     )
 
 
@@ -217,7 +177,7 @@ class _Cut:
         for piece in cuts:
             tokens, mask = document.tokens[piece], document.assistant_mask[piece]
             full = length if len(cuts) == 1 else len(tokens)
-            if self._job.overlong == "split" and piece.start > 0:
+            if piece.start > 0:
                 # In a pack the last token of the document before it would learn to predict it.
                 mask = np.concatenate([np.zeros(1, np.uint8), mask[1:]])
             if mask[1:].any():

@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +24,21 @@ from typing import TYPE_CHECKING, Any
 from ds_sft.data.chat import ChatEncoder
 from ds_sft.data.draws import Draw, Take, must_count, plan
 from ds_sft.data.duplicates import Duplicates
-from ds_sft.data.inputs import Tables, open_inputs
+from ds_sft.data.inputs import Tables, open_inputs, refuse_unused
 from ds_sft.data.packed import MANIFEST, TOKENIZER_DIR, VALIDATION_DIR, file_sha256
 from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.data.packing import LEVANTER_MAX_DOCS
 from ds_sft.data.packs import Packs
 from ds_sft.data.pipeline import Job, build_encoder, encode_files
 from ds_sft.data.prepare_flags import PrepareFlags as PrepareFlags
-from ds_sft.data.report import Counts, print_report, print_statistics, refuse_bad_input
+from ds_sft.data.report import (
+    Counts,
+    print_leak,
+    print_report,
+    print_statistics,
+    refuse_nothing,
+    refuse_too_many,
+)
 from ds_sft.data.rows import Reading
 from ds_sft.data.template import SHIPPED, read_template
 from ds_sft.data.tokenizer import (
@@ -40,8 +47,11 @@ from ds_sft.data.tokenizer import (
     save_tokenizer,
     tokenizer_hash,
 )
-from ds_sft.errors import DataError
+from ds_sft.errors import ConfigError, DataError
 from ds_sft.presets import describe
+
+WORKERS_PER_CORE = 4
+"""Beyond this, processes only take memory from each other."""
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,6 +59,7 @@ if TYPE_CHECKING:
 
 def run(flags: PrepareFlags) -> None:
     """The command. Raises DataError or ConfigError; then nothing is left under `--out`."""
+    _check_workers(flags.workers)
     try:
         if flags.stats_only or flags.out is None:
             with tempfile.TemporaryDirectory() as work:
@@ -60,6 +71,18 @@ def run(flags: PrepareFlags) -> None:
         what = "temporary files" if flags.stats_only else f"--out {flags.out}"
         where = f"{error.filename}: " if error.filename else ""
         raise DataError(f"{what} cannot be written ({where}{error.strerror})") from None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _check_workers(workers: int) -> None:
+    most = WORKERS_PER_CORE * _cores()
+    if workers > most:
+        raise ConfigError(
+            f"--workers {workers}: on the {_cores()} cores here at most {most}; 0 takes one a core"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +102,7 @@ def _prepare(flags: PrepareFlags, writer: PackedWriter | None, work: Path) -> No
     how = Tables(split=flags.split, subset=flags.subset, columns=frozenset(flags.columns.values()))
     inputs = open_inputs(flags.inputs, how)
     held_out = open_inputs(flags.validation_inputs, how, "--validation-input")
+    refuse_unused(how, [*inputs, *held_out])
     run = _start(flags, work / TOKENIZER_DIR)
     draw = Draw(
         seed=flags.seed,
@@ -88,13 +112,9 @@ def _prepare(flags: PrepareFlags, writer: PackedWriter | None, work: Path) -> No
     if must_count([*inputs, *held_out], draw):
         run.console.print("counting the rows, for the draw")
     train, validation = plan(inputs, held_out, draw)
-    more: dict[str, Any] = {}
-    if validation:  # first, so that --drop-duplicates takes its rows out of the training part
-        more["validation"] = _validation_part(run, validation, writer)
-        if writer is not None:
-            held = writer.partial / VALIDATION_DIR / MANIFEST
-            more["validation_sha256"] = file_sha256(held)
-    _part(run, train, writer, ", ".join(flags.inputs), more)
+    # First, so that --drop-duplicates takes its rows out of the training part.
+    held = _validation_part(run, validation, writer) if validation else None
+    _training_part(run, train, writer, held)
     if flags.out is not None and writer is not None:
         run.console.print(f"wrote {flags.out}", markup=False)
 
@@ -103,7 +123,7 @@ def _start(flags: PrepareFlags, tokenizer_dir: Path) -> _Run:
     """Load and store the tokenizer, and say what the template will not do."""
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     for line in describe(flags.preset, flags.preset_origins):
         console.print(line, markup=False)
     tokenizer = load_tokenizer(flags.tokenizer)
@@ -175,49 +195,72 @@ def _facts(
     }
 
 
-def _validation_part(run: _Run, takes: list[Take], writer: PackedWriter | None) -> dict[str, int]:
+def _validation_part(run: _Run, takes: list[Take], writer: PackedWriter | None) -> Counts:
     """The validation part, a packed data set of its own inside the other; returns its counts."""
     run.console.print("validation part:")
-    what = "the validation part"
-    if writer is None:
-        return _part(run, takes, None, what, {})
-    inner = PackedWriter(writer.partial / VALIDATION_DIR, run.flags.max_seq_len)
-    with inner:
-        shutil.copytree(writer.tokenizer_dir, inner.tokenizer_dir)
-        counts = _part(run, takes, inner, what, {})
+    inner = writer and PackedWriter(writer.partial / VALIDATION_DIR, run.flags.max_seq_len)
+    with inner or nullcontext():
+        if writer and inner:
+            shutil.copytree(writer.tokenizer_dir, inner.tokenizer_dir)
+        part = _pack(run, takes, inner, "the validation part", validation=True)
+        _finish(run, part, inner, {})
     run.console.print("training part:")
-    return counts
+    return part.counts
 
 
-def _part(
-    run: _Run, takes: list[Take], writer: PackedWriter | None, what: str, more: dict[str, Any]
-) -> dict[str, int]:
-    """Pack the rows that are taken and commit the writer; `more` goes into the manifest."""
-    flags, console = run.flags, run.console
+def _training_part(
+    run: _Run, takes: list[Take], writer: PackedWriter | None, held: Counts | None
+) -> None:
+    """The rest; bad rows are judged over both parts, `held` being the other's counts."""
+    part = _pack(run, takes, writer, ", ".join(run.flags.inputs), validation=False)
+    both = [held, part.counts] if held else [part.counts]
+    refuse_too_many(both, run.flags.max_rejected)
+    more: dict[str, Any] = {}
+    if held:
+        more["validation"] = held.manifest()["counts"]
+        more["validation_rows_trained"] = run.duplicates.num_leaked
+    if held and writer:
+        more["validation_sha256"] = file_sha256(writer.partial / VALIDATION_DIR / MANIFEST)
+    _finish(run, part, writer, more)
+    print_leak(run.console, run.duplicates.num_leaked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    takes: list[Take]
+    counts: Counts
+    packing: dict[str, Any]
+
+
+def _pack(
+    run: _Run, takes: list[Take], writer: PackedWriter | None, what: str, *, validation: bool
+) -> _Part:
+    """Pack the rows that are taken. Raises DataError if none can be used."""
+    flags = run.flags
     counts = Counts(flags.max_seq_len)
     max_docs = flags.max_docs_per_pack or LEVANTER_MAX_DOCS
     packs = Packs(writer, counts, packing=flags.packing, max_docs=max_docs)
-    with _progress(console, takes) as advance:
-        workers = flags.workers or len(os.sched_getaffinity(0))
-        for encoded in encode_files(takes, run.job, run.encoder, workers):
+    with _progress(run.console, takes) as advance:
+        for encoded in encode_files(takes, run.job, run.encoder, flags.workers or _cores()):
             take = takes[encoded.source]
-            encoded, duplicates = run.duplicates.sift(encoded, take.file)
+            encoded, duplicates = run.duplicates.sift(encoded, take.file, validation=validation)
             counts.duplicates += duplicates
             packs.add(encoded, take.source.name)
             advance(encoded.num_bytes)
-        refuse_bad_input(counts, flags.max_rejected, what, run.job.template_name)
+        refuse_nothing(counts, what, run.job.template_name)
         packs.flush()
     counts.check()
-    packing = {**packs.manifest(), "overlong": flags.overlong}
-    print_report(console, counts, flags.overlong)
-    if flags.stats_only:
-        print_statistics(console, counts, packing)
+    return _Part(takes, counts, {**packs.manifest(), "overlong": flags.overlong})
+
+
+def _finish(run: _Run, part: _Part, writer: PackedWriter | None, more: dict[str, Any]) -> None:
+    """Report, and commit the writer; `more` goes into the manifest."""
+    print_report(run.console, part.counts, run.flags.overlong)
+    if run.flags.stats_only:
+        print_statistics(run.console, part.counts, part.packing)
     if writer is not None:
-        sources = _sources(takes)
-        facts = {**run.facts, "sources": sources, **counts.manifest(), "packing": packing}
-        writer.commit({**facts, **more})
-    numbers: dict[str, int] = counts.manifest()["counts"]
-    return numbers
+        facts = {**run.facts, "sources": _sources(part.takes), **part.counts.manifest()}
+        writer.commit({**facts, "packing": part.packing, **more})
 
 
 def _sources(takes: list[Take]) -> list[dict[str, Any]]:

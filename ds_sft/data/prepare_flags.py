@@ -145,7 +145,7 @@ class PrepareFlags:
             ),
             (self.max_samples >= 0, f"--max-samples {self.max_samples}: must be 0 (all) or more"),
             (self.max_chars >= 0, f"--max-chars {self.max_chars}: must be 0 (no limit) or more"),
-            (0 <= self.seed < 2**63, f"--seed {self.seed}: must be 0 or more"),
+            (0 <= self.seed < 2**63, f"--seed {self.seed}: must be from 0 to {2**63 - 1}"),
             (self.workers >= 0, f"--workers {self.workers}: must be 0 (all cores) or more"),
         ]
         for holds, message in checks:

@@ -3,8 +3,9 @@
 Owns what a `Conversation` promises:
 
 - every `role` is system, user, assistant or tool (other names are translated, `ROLES`);
-- every `content` is a string (null becomes "", a list of text parts is joined); reasoning parts
-  and tool calls among an assistant's parts become `reasoning_content` and `tool_calls`;
+- every `content` is a string (null becomes "" beside tool calls and is refused elsewhere, a list of
+  text parts is joined); reasoning parts and tool calls among an assistant's parts become
+  `reasoning_content` and `tool_calls`;
 - every tool call's `arguments` is a dict (a JSON string is parsed; "" and null mean {});
 - a turn that the row excludes (`train: false`, a `weight` or `loss_weight` of 0) has
   `train: False`; no other turn has the key `train`, and none has a weight;
@@ -78,9 +79,10 @@ def slug(value: Any) -> str:
 
 
 def kind(value: Any) -> str:
-    """The JSON name of a value's type."""
+    """The JSON name of a value's type; Python's for what only tables hold, as a datetime."""
     names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+    names |= {int: "number", float: "number"}
+    return names.get(type(value), type(value).__name__)
 
 
 def strict_json(text: str) -> Any:
@@ -134,31 +136,49 @@ def conversation(messages: Any, tools: Any) -> Conversation:
     return Conversation(messages=turns, tools=_tools(tools))
 
 
+def _role(message: Message) -> str | None:
+    """The role under its usual name; None for an unknown one."""
+    role = message.get("role")
+    return ROLES.get(role) if isinstance(role, str) else None
+
+
 def _message(value: Any, number: int) -> Message:
     if not isinstance(value, dict):
         raise Reject("message_not_an_object", f"messages[{number}] is a {kind(value)}")
     message = {key: item for key, item in value.items() if item is not None}
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise Reject("unknown_role", f"messages[{number}].role is {role!r}")
-    message["role"] = ROLES[role]
-    is_assistant = message["role"] == "assistant"
+    role = _role(message)
+    if role is None:
+        raise Reject("unknown_role", f"messages[{number}].role is {message.get('role')!r}")
+    message["role"] = role
+    is_assistant = role == "assistant"
+    if message.get("content") == []:
+        del message["content"]
     had_content = "content" in message
     calls = _tool_calls(message.pop("tool_calls", []), number)
-    if is_assistant and isinstance(message.get("function_call"), dict):
-        calls.append(_tool_call(message.pop("function_call"), number))
+    if is_assistant and "function_call" in message:
+        calls += calls_in(message.pop("function_call"), number)
     if isinstance(message.get("content"), list):
         _split_parts(message, calls, number)
     if calls:
         message["tool_calls"] = calls
-    elif is_assistant and not had_content:
-        raise Reject("assistant_without_content", f"messages[{number}] has nothing to say")
+    elif not had_content:
+        keys = ", ".join(map(str, message))
+        detail = f"messages[{number}] has no content; its keys are {keys}"
+        raise Reject(f"{role}_without_content", detail)
     content = message.setdefault("content", "")
     if not isinstance(content, str):
         raise Reject("content_not_text", f"messages[{number}].content is a {kind(content)}")
     _alias_reasoning(message, number)
     _settle_training(message, number)
     return message
+
+
+def given(messages: list[Any]) -> list[Any]:
+    """Turns that stand in the prompt: an assistant's among them is not trained."""
+    return [
+        {**turn, "train": False} if isinstance(turn, dict) and _role(turn) == "assistant" else turn
+        for turn in messages
+    ]
 
 
 def _split_parts(message: Message, calls: list[dict[str, Any]], number: int) -> None:
@@ -170,9 +190,7 @@ def _split_parts(message: Message, calls: list[dict[str, Any]], number: int) -> 
         if not isinstance(part, dict):
             raise Reject("content_not_text", f"{where} has a {kind(part)}")
         part_kind = part.get("type")
-        allowed = (
-            ("text", "reasoning", "tool_call") if message["role"] == "assistant" else ("text",)
-        )
+        allowed = _ASSISTANT_PARTS if message["role"] == "assistant" else _PARTS
         if part_kind not in allowed:
             raise Reject(f"content_part_{slug(part_kind)}", f"{where} has a {part_kind!r} part")
         value = part.get("value") if part.get("text") is None else part["text"]

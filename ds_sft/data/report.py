@@ -8,17 +8,17 @@ workers counted before they cut anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ds_sft.data.encoded import Encoded, Repeated
 from ds_sft.data.rows import UNREADABLE
 from ds_sft.data.shapes import READERS, UNKNOWN
 from ds_sft.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from ds_sft.data.pipeline import Encoded
 
 LOW_FILL = 0.8
 ON_PURPOSE = ("over_max_chars", "auxiliary_record")
@@ -42,6 +42,7 @@ class Counts:
     dropped_documents: int = 0
     tokens_dropped: int = 0
     duplicates: int = 0
+    repeated: Repeated = field(default_factory=Repeated)
     tokens_encoded: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, int] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class Counts:
         self.rows += encoded.num_accepted + len(encoded.rejected)
         self.accepted += encoded.num_accepted
         self.tokens_encoded += encoded.num_tokens
+        self.repeated += encoded.repeated
         for shape, number in encoded.shapes.items():
             self.shapes[shape] = self.shapes.get(shape, 0) + number
         for place, rejected in encoded.rejected:
@@ -139,8 +141,8 @@ def _by_number(counted: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(counted.items(), key=lambda item: (-item[1], item[0]))
 
 
-def refuse_bad_input(counts: Counts, max_rejected: float, inputs: str, template: str) -> None:
-    """Raise DataError if nothing can be trained on, or too many rows cannot.
+def refuse_nothing(counts: Counts, inputs: str, template: str) -> None:
+    """Raise DataError if a part holds nothing to train on.
 
     `inputs` and `template` are their names, for the message.
     """
@@ -148,13 +150,18 @@ def refuse_bad_input(counts: Counts, max_rejected: float, inputs: str, template:
         raise DataError(f"{inputs} holds no row: --input needs chats, an object a line or a row")
     if counts.documents == 0:
         _refuse_all(counts, inputs, template)
-    faults = counts.num_rejected - sum(counts.rejected.get(reason, 0) for reason in ON_PURPOSE)
-    share = faults / counts.rows
-    if share > max_rejected:
+
+
+def refuse_too_many(parts: Sequence[Counts], max_rejected: float) -> None:
+    """Raise DataError if too many rows of all parts together cannot be used."""
+    rows = sum(counts.rows for counts in parts)
+    on_purpose = sum(counts.rejected.get(reason, 0) for counts in parts for reason in ON_PURPOSE)
+    faults = sum(counts.num_rejected for counts in parts) - on_purpose
+    if faults / rows > max_rejected:
+        reasons = "; ".join(reason for counts in parts for reason in counts.reasons())
         raise DataError(
-            f"{faults} of {counts.rows} rows ({share:.1%}) cannot be used, more than "
-            f"--max-rejected {max_rejected:g} allows: {'; '.join(counts.reasons())}; repair the "
-            "rows or allow more"
+            f"{faults} of {rows} rows ({faults / rows:.1%}) cannot be used, more than "
+            f"--max-rejected {max_rejected:g} allows: {reasons}; repair the rows or allow more"
         )
 
 
@@ -183,6 +190,8 @@ def print_report(console: Console, counts: Counts, flags_overlong: str) -> None:
     if counts.duplicates:
         what = "dropped" if "duplicate" in counts.dropped else "kept; --drop-duplicates drops them"
         say(f"duplicates   {counts.duplicates:,} rows equal an earlier one ({what})")
+    if counts.repeated.rows:
+        _say_repeated(console, counts)
     say(
         f"documents    {counts.documents:,} with {counts.tokens:,} tokens "
         f"({counts.tokens / counts.documents:,.0f} each)"
@@ -204,6 +213,27 @@ def print_report(console: Console, counts: Counts, flags_overlong: str) -> None:
             f"warning: {1 - counts.fill:.0%} of every step computes padding; change --max-seq-len "
             f"or --max-docs-per-pack (documents have {counts.tokens / counts.documents:,.0f} "
             "tokens on average), or choose --packing best-fit"
+        )
+
+
+def _say_repeated(console: Console, counts: Counts) -> None:
+    """What it costs that the template rewrites turns: each sample renders the ones before again."""
+    repeated = counts.repeated
+    factor = counts.tokens_encoded / (counts.tokens_encoded - repeated.tokens)
+    console.print(
+        f"samples      {repeated.rows:,} rows became {repeated.samples:,} documents, since the "
+        f"template rewrites earlier turns (--history split): {factor:.1f} times the tokens of one "
+        "document a row, which --train-on last-assistant or, with a marked template, --history "
+        "levanter makes"
+    )
+
+
+def print_leak(console: Console, num_leaked: int) -> None:
+    """Warn of validation rows that the model is trained on."""
+    if num_leaked:
+        console.print(
+            f"warning: {num_leaked:,} validation rows are also trained: --drop-duplicates leaves "
+            "them out of the training part"
         )
 
 

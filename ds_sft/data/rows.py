@@ -95,7 +95,12 @@ def _renamed(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _refuse_long(row: Conversation, limit: int) -> None:
-    chars = _chars(row.messages)
+    chars = sum(
+        _chars(value)
+        for turn in row.messages
+        for name, value in turn.items()
+        if name not in ("thinking", "reasoning")  # `reasoning_content` once more
+    )
     if chars > limit:
         raise Reject("over_max_chars", f"{chars} characters, more than --max-chars {limit}")
 
@@ -105,7 +110,7 @@ def _chars(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(_chars(item) for key, item in value.items() if key != "thinking")
+        return sum(map(_chars, value.values()))
     if isinstance(value, list):
         return sum(map(_chars, value))
     return 0

@@ -19,6 +19,7 @@ from ds_sft.data.records import (
     Reject,
     calls_in,
     conversation,
+    given,
     kind,
     strict_json,
 )
@@ -101,9 +102,8 @@ def _from_alpaca(row: Row) -> Conversation:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise Reject("history_not_pairs", "`history` holds something else than pairs")
         messages += [_turn("user", pair[0], "history"), _turn("assistant", pair[1], "history")]
-    ask = _text(row.get("instruction"), "instruction")
-    more = _text(row.get("input") or "", "input")
-    messages.append(_turn("user", f"{ask}\n\n{more}" if more else ask, "instruction"))
+    ask = [_text(row.get("instruction"), "instruction"), _text(row.get("input") or "", "input")]
+    messages.append(_turn("user", "\n\n".join(filter(None, ask)), "instruction"))
     messages.append(_turn("assistant", row.get("output"), "output"))
     return conversation(_with_system(row, messages), _tools_of(row))
 
@@ -113,10 +113,11 @@ _ANSWERS = ("completion", "response")
 
 def _from_prompt_completion(row: Row) -> Conversation:
     answer = next((row[key] for key in _ANSWERS if row.get(key) is not None), None)
-    messages: list[Any] = []
-    for role, value in (("user", row.get("prompt")), ("assistant", answer)):
-        messages += value if isinstance(value, list) else [_turn(role, value, "prompt/completion")]
-    return conversation(_with_system(row, messages), _tools_of(row))
+    asked, answered = (
+        value if isinstance(value, list) else [_turn(role, value, "prompt/completion")]
+        for role, value in (("user", row.get("prompt")), ("assistant", answer))
+    )
+    return conversation(_with_system(row, [*given(asked), *answered]), _tools_of(row))
 
 
 def _tools_of(row: Row) -> Any:

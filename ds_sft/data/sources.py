@@ -1,7 +1,8 @@
 """Files of JSON -> their rows as bytes, with the hash of the file once all is read.
 
 Owns JSON lines and JSON arrays, plain, gzip or zstd. Invariants: one row at a time in memory; a
-damaged or shortened file is an error that names the file and the place, never a shorter file.
+damaged or shortened file is an error that names the file and the place, never a shorter file; one
+whose name does not say what it holds is an error that says it.
 
 Left to others: what a row holds (`rows`), tables (`tables`), which files (`inputs`).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,11 @@ BLOCK_BYTES = 2**18
 USUAL_RATIO = 4
 """Bytes of text behind a byte of a compressed file, about."""
 _BOM = b"\xef\xbb\xbf"
+_MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
+_LARGEST_WINDOW = 2**31
+"""Of a zstd frame, in bytes: what the format's own tool writes at most, with --long=31."""
+_SPREAD = re.compile(rb"\[\s*\n|\{\s*\n\s*\"")
+"""How a value begins that is printed over several lines."""
 
 
 class TextSource:
@@ -52,6 +59,7 @@ class TextSource:
         self.num_bytes = self.num_lines = 0
         try:
             with self.path.open("rb", buffering=0) as file:
+                self._refuse_other_kinds(file)
                 hashing = _Hashing(self, file)
                 yield from self._rows(_decompressed(hashing, self.path.suffix))
                 self.sha256 = hashing.digest.hexdigest()
@@ -77,24 +85,38 @@ class TextSource:
             "sha256": self.sha256,
         }
 
-    def _rows(self, file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-        if not self._is_array():
-            yield from self._lines(file)
-            return
-        for element in json_array.elements(file, rows.MAX_ROW_BYTES):
-            self.num_lines += 1
-            yield self.num_lines, element
+    def _refuse_other_kinds(self, file: io.RawIOBase) -> None:
+        start = file.read(4) or b""
+        file.seek(0)
+        for magic, suffix in _MAGIC.items():
+            if start.startswith(magic) and suffix != self.path.suffix.lower():
+                raise DataError(
+                    f"{self.name} is a {suffix} file by its first bytes: let its name end so"
+                )
 
-    def _is_array(self) -> bool:
-        """Whether a .json file begins with a bracket; otherwise it holds an object a line."""
-        if ".json" not in [suffix.lower() for suffix in self.path.suffixes[-2:]]:
-            return False
+    def _rows(self, file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+        start = self._start()
+        may_be_array = ".json" in [suffix.lower() for suffix in self.path.suffixes[-2:]]
+        if may_be_array and start.startswith(b"["):
+            for element in json_array.elements(file, rows.MAX_ROW_BYTES):
+                self.num_lines += 1
+                yield self.num_lines, element
+            return
+        if _SPREAD.match(start):
+            raise DataError(
+                f"{self.name} holds JSON over several lines where each line is to be a row: "
+                + ("let its name end in .json" if start.startswith(b"[") else "write a row a line")
+            )
+        yield from self._lines(file)
+
+    def _start(self) -> bytes:
+        """The first bytes that are not blank."""
         with self.path.open("rb", buffering=0) as raw:
             file = _decompressed(raw, self.path.suffix)
             start = file.read(BLOCK_BYTES).removeprefix(_BOM)
             while start and not start.strip():
                 start = file.read(BLOCK_BYTES)
-        return start.lstrip().startswith(b"[")
+        return start.lstrip()
 
     def _lines(self, file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         limit = rows.MAX_ROW_BYTES
@@ -162,7 +184,8 @@ class _Unzstd(io.RawIOBase):
         except ImportError:
             raise DataError("a .zst file needs `pip install zstandard`") from None
         self._error = zstandard.ZstdError
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        unpacker = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
+        self._new_frame = unpacker.decompressobj
         self._frame: Any = None
         self._file = file
         self._compressed = self._ready = b""

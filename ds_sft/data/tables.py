@@ -2,7 +2,8 @@
 
 Owns tables: a few rows at a time as Arrow's own bytes, which workers turn into Python objects, each
 column by its type. A null field of a struct is a key that is not there: a table gives every struct
-the fields of all of them, so that whether a key was absent or null is lost.
+the fields of all of them, so that whether a key was absent or null is lost. Bytes are read
+as text; a value that JSON lacks (a time, a decimal) stays as it is, for its reader to refuse.
 
 pyarrow and datasets are imported only when a table is opened. Left to others: rows (`rows`).
 """
@@ -99,6 +100,7 @@ class DatasetSource:
         """Raises DataError if there is no such data set, split or subset."""
         _need("datasets", f"--input {where}")
         self.name = where
+        self.is_on_hub = not Path(where).is_dir()
         self._data = _load_dataset(where, split, subset)
         self._split = split
         self._columns = columns
@@ -145,6 +147,8 @@ def _load_dataset(where: str, split: str, subset: str) -> Any:
         if split not in found:
             raise DataError(f"--input {where} has no split {split}: choose of {', '.join(found)}")
         return found[split]
+    if split not in ("train", str(found.split)):
+        raise DataError(f"--input {where} is one split, not several: drop --split {split}")
     return found
 
 
@@ -185,7 +189,7 @@ def to_bytes(batch: Any) -> bytes:
 
 
 def to_rows(data: bytes) -> list[dict[str, Any] | Rejected]:
-    """The rows of a batch as Python objects; a row with a value that JSON lacks is rejected."""
+    """The rows of a batch as Python objects; a row that cannot be one is rejected."""
     import pyarrow as pa
 
     with pa.ipc.open_stream(data) as stream:
@@ -239,9 +243,9 @@ def _reader(kind: Any) -> _Reader:
         return _map_reader(_reader(kind.item_type))
     if types.is_floating(kind):
         return _number
-    if types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind):
-        return _same
-    return _same if types.is_boolean(kind) or types.is_dictionary(kind) else _spelt
+    if types.is_dictionary(kind):
+        return _reader(kind.value_type)
+    return _decoded
 
 
 def _struct_reader(fields: list[tuple[str, Any]]) -> _Reader:
@@ -257,16 +261,16 @@ def _list_reader(read: _Reader) -> _Reader:
 
 def _map_reader(read: _Reader) -> _Reader:
     return lambda whole: {
-        str(key): read(value) for key, value in whole.items() if value is not None
+        str(_decoded(key)): read(value) for key, value in whole.items() if value is not None
     }
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _spelt(value: Any) -> str:
-    return str(value)
+def _decoded(value: Any) -> Any:
+    """Bytes as the text that they are, if they are UTF-8; any other value as it is."""
+    try:
+        return value.decode("utf-8") if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        return value
 
 
 def _number(value: float) -> float:

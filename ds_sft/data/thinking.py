@@ -7,8 +7,10 @@
   empty block that the template writes all the same is given and not trained (`turns`), as when the
   model is asked with thinking off.
 
-Reasoning is the message's field, or the `<think> ... </think>` that its content begins with. A
-`</think>` elsewhere is text.
+Reasoning is the message's field, or the `<think> ... </think>` that its content begins with. In a
+message without the field it is also what precedes a `</think>` that nothing opens: where the prompt
+opens the block, a model's answer has its end only. A `</think>` elsewhere is text, and so is one
+that stands in a line as a word of its own, or quoted.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ Thinking = Literal["keep", "strip-history", "drop-empty", "drop"]
 
 _FIELDS = ("reasoning_content", "thinking", "reasoning")
 _BLOCK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_AS_A_WORD = r"""(?<=[ `'"(])</think>[ `'".,;:!?)]"""
+_END_OF_BLOCK = re.compile(rf"((?:(?!<think>).)*?)(?!{_AS_A_WORD})</think>\s*", re.DOTALL)
 
 
 def prepare_thinking(
@@ -45,6 +49,8 @@ def _without_reasoning(turn: Message, *, blank_only: bool) -> Message:
         if name in kept and (not blank_only or not kept[name].strip()):
             del kept[name]
     block = _BLOCK.match(kept["content"])
+    if block is None and not any(name in turn for name in _FIELDS):
+        block = _END_OF_BLOCK.match(kept["content"])
     if block and (not blank_only or not block[1].strip()):
         kept["content"] = kept["content"][block.end() :]
     return kept

@@ -12,8 +12,8 @@ A template may write a turn otherwise once the conversation goes on (Qwen3 drops
 gpt-oss changes its stop token). So a sample trains turn k only where its text begins with
 `render(messages[:k + 1])`: several turns share a sample as long as that holds. A turn for which it
 does not hold gets a sample of its own that ends with it (`split`), or the row is rejected
-(`refuse`). `levanter` is for marked templates: one sample, trained on what is marked in the whole
-conversation, however its turns looked when they were asked for.
+(`refuse`). `levanter` is for marked templates: one sample, trained on what is marked of its trained
+turns in the whole conversation, however they looked when they were asked for.
 
 Left to others: the template (`template`, `append_only`), reasoning (`thinking`), tokens (`chat`).
 """
@@ -107,6 +107,8 @@ class Turns:
         elif trained == turns and self._marks_are_enough(turns, len(messages)):
             text, spans = self.template.render_marked(messages, row.tools)
             samples = [Sample(text, self._without_given_thought(text, spans))]
+        elif self.on_rewrite == "levanter":
+            samples = [self._marked(messages, row.tools, turns, set(trained))]
         else:
             samples = self._by_turn(messages, row.tools, trained)
         for place in trained:
@@ -123,7 +125,10 @@ class Turns:
         if reasoning and self.on_rewrite != "levanter":
             texts = (sample.text[a:b] for sample in samples for a, b in sample.spans)
             if not any(reasoning in text for text in texts):
-                detail = f"of message {place}: --thinking drop leaves it out of the data"
+                detail = (
+                    f"that of message {place} is not in the text: add --thinking drop to train "
+                    "without, or choose another --chat-template"
+                )
                 raise Unrenderable("reasoning_not_written", detail)
 
     def _marks_are_enough(self, turns: list[int], num_messages: int) -> bool:
@@ -134,6 +139,24 @@ class Turns:
             return True
         alone = turns == [num_messages - 1]
         return (alone or self.template.appends_only) and self._probe.marks_are_answers
+
+    def _marked(
+        self, messages: list[Message], tools: Tools, turns: list[int], trained: set[int]
+    ) -> Sample:
+        """The whole conversation, trained on the marks of some of its turns.
+
+        A turn may read otherwise when it is the last, but has as many marks: those that come with
+        it as the conversation grows.
+        """
+        text, marks = self.template.render_marked(messages, tools)
+        ends = [len(self.template.render_marked(messages[: t + 1], tools)[1]) for t in turns]
+        spans: list[Span] = []
+        for turn, start, end in zip(turns, [0, *ends[:-1]], [*ends[:-1], len(marks)], strict=True):
+            if not start < end <= len(marks):
+                detail = f"which marks of the text are those of message {turn} cannot be told"
+                raise Unrenderable("turn_end_unclear", detail)
+            spans += marks[start:end] if turn in trained else []
+        return Sample(text, self._without_given_thought(text, spans))
 
     def _by_turn(self, messages: list[Message], tools: Tools, trained: list[int]) -> list[Sample]:
         whole = self._render(messages, tools)
@@ -159,7 +182,7 @@ class Turns:
     def _turn(self, messages: list[Message], tools: Tools, place: int, whole: _Rendering) -> _Turn:
         if place < len(messages) - 1:
             whole = self._render(messages[: place + 1], tools)
-        prompt = self.template.render(messages[:place], tools, add_generation_prompt=True)
+        prompt = self._prompt(messages, tools, place)
         text, start = whole.text, len(prompt)
         if not text.startswith(prompt):
             detail = f"the prompt of message {place} is not how its rendering begins"
@@ -178,6 +201,15 @@ class Turns:
             raise Unrenderable("prompt_rewritten", detail)
         body_end = len(text.removesuffix(self._probe.last_only))
         return _Turn(place, start, whole, self._without_given_thought(text, spans), body_end)
+
+    def _prompt(self, messages: list[Message], tools: Tools, place: int) -> str:
+        try:
+            return self.template.render(messages[:place], tools, add_generation_prompt=True)
+        except Unrenderable:
+            if any(turn["role"] == "user" for turn in messages[:place]):
+                raise
+            detail = "the row begins with an assistant turn, to which the template has no prompt"
+            raise Unrenderable("begins_with_assistant", detail) from None
 
     def _holds(self, turn: _Turn, target: _Rendering) -> bool:
         """Whether what precedes the turn's answer, and the answer, stand unchanged in `target`."""

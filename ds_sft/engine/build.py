@@ -23,7 +23,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_sft.data.model_files import ModelFiles
-from ds_sft.engine import swap_files
+from ds_sft.engine import ops, swap_files
 from ds_sft.engine.config import optimizer_kind
 from ds_sft.errors import ConfigError
 from ds_sft.flags import RunConfig
@@ -104,6 +104,7 @@ def build_engine(
     if run.no_loss_checkpoint:
         say("[init] --no-loss-checkpoint changes nothing: the head keeps and recomputes no logits")
     choices = layer_choices(run, files)
+    ops.clear(ops.BUILDERS)
     ds_config = swap_files.claim(ds_config)
     model = build_partitioned(
         files.directory, ds_config, dtype, run.loss_chunk_size, choices, device()

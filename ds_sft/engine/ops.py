@@ -155,10 +155,15 @@ def build_all(ops: Sequence[str]) -> None:
     """Clear stale locks, then build each operator of `ops`, in this process. Raises ConfigError."""
     # Called from elsewhere, the environment's ninja is not in PATH, and DeepSpeed looks there.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    for lock in clear_stale_locks(extension_root(), names_of(ops), STALE_AFTER_SECONDS):
-        print(f"removed a lock that no build holds: {lock}", flush=True)
+    clear(ops)
     for op in ops:
         print(f"[ops] {op}: {build(op):.1f} s", flush=True)
+
+
+def clear(ops: Iterable[str]) -> None:
+    """Remove the locks of `ops` that no build holds, on which a run would wait for ever."""
+    for lock in clear_stale_locks(extension_root(), names_of(ops), STALE_AFTER_SECONDS):
+        print(f"removed a lock that no build holds: {lock}", flush=True)
 
 
 def names_of(ops: Iterable[str]) -> set[str]:

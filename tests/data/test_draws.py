@@ -83,6 +83,28 @@ def test_a_validation_row_is_trained_in_no_repeat(tmp_path: Path) -> None:
     assert {file for file, _ in held_out} == {0, 1}
 
 
+@pytest.mark.parametrize("fractions", [(None, None), (0.5, 0.5), (None, 0.3)])
+def test_a_file_named_twice_is_one_file_for_the_draw(
+    tmp_path: Path, fractions: tuple[float | None, ...]
+) -> None:
+    files = [source(tmp_path / name, rows) for name, rows in (("a", 40), ("b", 10))]
+    same = TextSource(Path(f"{tmp_path}/../{tmp_path.name}/a"))
+    inputs = [
+        Input(text="0", sources=[*files], fraction=fractions[0]),
+        Input(text="1", sources=[same], fraction=fractions[1]),
+    ]
+    before = {row for file, row in taken(plan(inputs, [], Draw())[0]) if file != 1}
+    train, validation = plan(inputs, [], Draw(validation_fraction=0.25))
+    held, rest = taken(validation), taken(train)
+    assert len(held) == len(set(held))
+    assert {file for file, _ in held} <= {0, 1}
+    assert not {row for file, row in held if file == 0} & {row for file, row in rest if file != 1}
+    assert {row for file, row in [*held, *rest] if file != 1} == before
+    if fractions == (None, None):
+        assert len(held) == round(0.25 * 50)
+        assert len(rest) + sum(2 if file == 0 else 1 for file, _ in held) == 90
+
+
 def test_max_samples_takes_a_tenth_for_validation(tmp_path: Path) -> None:
     inputs = make(tmp_path, ([100], 1, None))
     draw = Draw(validation_fraction=0.5, max_samples=5)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sft.data.duplicates import Duplicates, HashTable
-from ds_sft.data.pipeline import Encoded
+from ds_sft.data.encoded import Encoded
 
 
 def encoded(hashes: list[int], lengths: list[list[int]] | None = None) -> Encoded:
@@ -45,6 +45,25 @@ def test_a_later_row_is_dropped_with_all_its_documents() -> None:
         (3, 2, "duplicate"),
         (3, 1, "duplicate"),
     ]
+
+
+def test_validation_rows_that_are_trained_too_are_counted_once_each() -> None:
+    duplicates = Duplicates(drop=False)
+    duplicates.sift(encoded([7, 7, 8, 9]), 0, validation=True)
+    assert duplicates.num_leaked == 0
+    for file in (1, 2):
+        duplicates.sift(encoded([7, 5, 8, 5, 7]), file)
+    assert duplicates.num_leaked == 2
+    # Of the same file, since a fraction of it is set aside.
+    duplicates.sift(encoded([1, 1, 9]), 0)
+    assert duplicates.num_leaked == 3
+
+
+def test_rows_that_are_dropped_are_not_trained() -> None:
+    duplicates = Duplicates(drop=True)
+    duplicates.sift(encoded([7, 8]), 0, validation=True)
+    assert duplicates.sift(encoded([7, 5]), 1)[0].places == [2]
+    assert duplicates.num_leaked == 0
 
 
 def test_duplicates_are_counted_and_kept_unless_told_otherwise() -> None:

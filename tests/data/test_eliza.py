@@ -70,6 +70,22 @@ def test_a_native_record_may_ask_with_a_prompt() -> None:
     assert turns(row) == [("user", "hi"), ("assistant", "hello")]
 
 
+def test_of_a_native_record_the_response_alone_is_trained() -> None:
+    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for asked in ("messages", "prompt"):
+        row = read(native(request={asked: [*before, before[0]]}), "eliza-native")
+        assert [turn.get("train", True) for turn in row.messages] == [True, False, True, True]
+        assert row.messages[-1]["content"] == "hello"
+
+
+def test_a_native_record_asks_in_one_way() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert reason(native(request={"messages": messages, "prompt": "hi"})) == "prompt_and_messages"
+    assert turns(read(native(request={"messages": [], "prompt": "hi"}), "eliza-native"))[:1] == [
+        ("user", "hi")
+    ]
+
+
 def test_a_system_text_that_is_there_twice_stays_once() -> None:
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     row = read(native(request={"system": "be kind", "messages": messages}), "eliza-native")
@@ -177,6 +193,9 @@ def test_a_trajectory_is_its_messages() -> None:
         {"quality": {"requiresRepair": True}},
         {"quality": {"rating": "repair"}},
         {"metadata": {"quality": {"success": False}}},
+        {"split": "train", "metadata": {"split": "repair"}},
+        {"quality": {"success": True}, "metadata": {"quality": {"requiresRepair": True}}},
+        {"quality": {"rating": "repair"}, "metadata": {"quality": {"success": True}}},
     ],
 )
 def test_what_was_set_aside_for_repair_is_auxiliary(changes: dict[str, Any]) -> None:
@@ -190,6 +209,7 @@ def test_a_flat_record_is_prompt_memory_message_and_target() -> None:
         {"role": "assistant", "content": "two"},
         {"role": "system", "content": "a fact"},
         {"role": "user", "content": " "},
+        {"content": "a fact without a speaker"},
         "noise",
     ]
     metadata = {"system_prompt": "be kind", "toolSpecs": [{"name": "f"}]}
@@ -203,6 +223,15 @@ def test_a_flat_record_is_prompt_memory_message_and_target() -> None:
     assert specs in system[1]
     assert system[1].endswith("Available actions: REPLY, IGNORE")
     assert rest == [("user", "one"), ("assistant", "two"), ("user", "hi"), ("assistant", "hello")]
+    assert [turn.get("train", True) for turn in row.messages] == [True, True, False, True, True]
+
+
+def test_actions_that_are_objects_are_written_as_json() -> None:
+    actions = ["REPLY", {"name": "MUTE", "when": None, "wie": "ü"}]
+    system = read(flat(availableActions=actions), "eliza-flat").messages[0]["content"]
+    assert system.endswith(
+        '\n\nAvailable actions: REPLY, {"name": "MUTE", "when": null, "wie": "ü"}'
+    )
 
 
 def test_the_task_chooses_the_prompt_of_a_flat_record() -> None:

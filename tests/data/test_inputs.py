@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import datasets
 import pytest
 
-from ds_sft.data.inputs import Input, Tables, open_inputs
+from ds_sft.data.inputs import Input, Tables, open_inputs, refuse_unused
 from ds_sft.errors import ConfigError, DataError
 
 
@@ -64,6 +65,31 @@ def test_a_path_with_a_colon_that_is_there_wins(folder: Path) -> None:
 def test_an_amount_that_is_neither_is_refused(folder: Path, amount: str) -> None:
     with pytest.raises(ConfigError, match=rf"--input .*b\.jsonl:{amount}: "):
         opened(f"{folder}/b.jsonl:{amount}")
+
+
+@pytest.mark.parametrize("text", ["", ":3", ":0.5"])
+def test_nothing_is_not_the_current_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=f"--input '{text}' names no file"):
+        opened(text)
+    assert names(".") == ["a.json", "b.jsonl", "c.jsonl.gz"]
+    assert opened(".:3").repeats == 3
+
+
+def test_a_split_that_no_input_has_is_refused(folder: Path) -> None:
+    file = str(folder / "b.jsonl")
+    datasets.Dataset.from_list([{"a": 1}], split="test").save_to_disk(folder / "set")
+    for how in (Tables(split="nope"), Tables(subset="x")):
+        with pytest.raises(ConfigError, match=r"--(split nope|subset x): no input is a data set"):
+            refuse_unused(how, open_inputs([file], how))
+    test = Tables(split="test")
+    both = open_inputs([file, str(folder / "set")], test)
+    refuse_unused(test, both)
+    refuse_unused(Tables(), open_inputs([file], Tables()))
+    with pytest.raises(ConfigError, match="--subset x: no input is a data set on the Hub"):
+        refuse_unused(Tables(subset="x"), both)
 
 
 @pytest.mark.parametrize(

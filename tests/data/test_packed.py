@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ds_sft.data import packed
+from ds_sft.data.claim import LOCK
 from ds_sft.data.packed import PackedDataset, check_hashes
 from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.errors import DataError
@@ -80,23 +83,140 @@ def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_remains_of_a_killed_writer_are_replaced(tmp_path: Path) -> None:
     stale = tmp_path / "data.partial"
-    stale.mkdir()
-    (stale / "junk").write_text("half")
+    for directory in (stale / "tokenizer", stale / "validation.partial"):
+        directory.mkdir(parents=True)
+        (directory / "junk").write_text("half")
+    (stale / LOCK).write_text("process 1 on a machine that is off")
+    (stale / "tokens.npy").write_text("half")
     out = write_two_packs(tmp_path / "data")
     assert not stale.exists()
-    assert not (out / "junk").exists()
+    assert sorted(entry.name for entry in out.iterdir()) == sorted(
+        ["manifest.json", *(f"{name}.npy" for name in packed.ARRAY_DTYPES)]
+    )
 
 
-def test_an_existing_directory_is_replaced_only_when_asked(tmp_path: Path) -> None:
-    out = tmp_path / "data"
-    write_two_packs(out)
-    (out / "mine").write_text("precious")
+@pytest.mark.parametrize("suffix", [".partial", ".replaced"])
+@pytest.mark.parametrize("content", ["mine.txt", "tokenizer"])
+def test_a_directory_beside_it_that_is_not_ours_is_never_touched(
+    tmp_path: Path, suffix: str, content: str
+) -> None:
+    out = write_two_packs(tmp_path / "data")
+    theirs = tmp_path / f"data{suffix}"
+    theirs.mkdir()
+    (theirs / content).write_text("precious")
+    with pytest.raises(DataError, match=f"data{suffix} is in the way and holds .*move it away"):
+        write_two_packs(out, replace=True)
+    assert (theirs / content).read_text() == "precious"
+    assert PackedDataset.open(out).num_packs == 2
+
+
+def test_arrays_beside_it_that_no_writer_holds_a_lock_on_are_not_deleted(tmp_path: Path) -> None:
+    theirs = tmp_path / "data.partial" / "tokens.npy"
+    theirs.parent.mkdir()
+    theirs.write_text("precious")
+    with pytest.raises(DataError, match=r"is in the way and holds no \.prepare\.lock"):
+        write_two_packs(tmp_path / "data")
+    assert theirs.read_text() == "precious"
+
+
+def test_what_appears_in_the_place_of_the_replaced_meanwhile_is_kept(tmp_path: Path) -> None:
+    out = write_two_packs(tmp_path / "data")
+    theirs = tmp_path / "data.replaced" / "mine.txt"
+    with PackedWriter(out, 6, replace=True) as writer:
+        theirs.parent.mkdir()
+        theirs.write_text("precious")
+        with pytest.raises(DataError, match="is in the way"):
+            writer.commit({})
+    assert theirs.read_text() == "precious"
+    assert PackedDataset.open(out).manifest["packing"] == "test"
+
+
+def test_a_second_writer_is_refused_and_names_the_first(tmp_path: Path) -> None:
+    with PackedWriter(tmp_path / "data", 6) as first:
+        first.add_pack(np.arange(1, 6), np.array([1, 0, 1, 1, 0]), [3, 2])
+        with pytest.raises(DataError, match=f"another prepare .process {os.getpid()} on .*data"):
+            write_two_packs(tmp_path / "data")
+        first.commit({"packing": "first"})
+        # The name is free from the commit on: a second writer's partial is not the first's.
+        with pytest.raises(DataError, match="exists"):
+            write_two_packs(tmp_path / "data")
+        second = PackedWriter(tmp_path / "data", 6, replace=True).__enter__()
+    assert second.partial.is_dir()
+    second.commit({"packing": "second"})
+    assert PackedDataset.open(tmp_path / "data").manifest["packing"] == "second"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+
+
+def test_an_existing_data_set_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    out = write_two_packs(tmp_path / "data")
+    before = (out / "tokens.npy").stat().st_ino
     with pytest.raises(DataError, match="exists: choose another --out, or add --force"):
         write_two_packs(out)
-    assert (out / "mine").exists()
+    assert (out / "tokens.npy").stat().st_ino == before
     write_two_packs(out, replace=True)
-    assert not (out / "mine").exists()
+    assert (out / "tokens.npy").stat().st_ino != before
     assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+
+
+class _Killed(BaseException):
+    pass
+
+
+def _kill_between_the_renames(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave what a kill leaves there: no cleaning up, no lock."""
+
+    def killed(*_: object) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch:
+        rename = Path.rename
+        patch.setattr(
+            Path,
+            "rename",
+            lambda self, to: killed() if self.suffix == ".partial" else rename(self, to),
+        )
+        patch.setattr(PackedWriter, "_abandon", lambda writer: os.close(writer._lock))
+        with pytest.raises(_Killed):
+            write_two_packs(out, replace=True)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_kill_between_the_two_renames_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: bool
+) -> None:
+    out = write_two_packs(tmp_path / "data")
+    inode = (out / "tokens.npy").stat().st_ino
+    _kill_between_the_renames(out, monkeypatch)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["data.partial", "data.replaced"]
+    with pytest.raises(DataError, match=r"data is not there, but .*data\.replaced is: .*prepare"):
+        PackedDataset.open(out)
+    if replace:
+        with PackedWriter(out, 6, replace=True):
+            pass
+    else:
+        with pytest.raises(DataError, match="exists"):
+            write_two_packs(out)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+    assert (out / "tokens.npy").stat().st_ino == inode
+    assert PackedDataset.open(out).num_packs == 2
+
+
+def test_a_rename_that_fails_puts_the_old_data_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = write_two_packs(tmp_path / "data")
+    rename = Path.rename
+
+    def fail(path: Path, to: Path) -> Path:
+        if path.suffix == ".partial":
+            raise OSError("no")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="no"):
+        write_two_packs(out, replace=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+    assert PackedDataset.open(out).num_packs == 2
 
 
 def _remove_manifest(out: Path) -> None:
@@ -174,6 +294,40 @@ def test_force_never_deletes_what_is_not_a_data_set(tmp_path: Path, content: str
     with pytest.raises(DataError, match="--force does not delete it"):
         PackedWriter(out, 8, replace=True)
     assert (out / content).read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("manifest.json", '{"name": "an app"}', "has a manifest.json that is not a data set's"),
+        ("manifest.json", "{", "has a manifest.json that is not a data set's"),
+        ("notes.txt", "precious", "holds notes.txt, which is no file of a data set"),
+        ("validation", "precious", "has a directory validation that is no directory of its own"),
+    ],
+)
+def test_force_refuses_a_data_set_with_anything_else_in_it(
+    tmp_path: Path, name: str, text: str, why: str
+) -> None:
+    out = write_two_packs(tmp_path / "data")
+    (out / name).write_text(text)
+    with pytest.raises(DataError, match=f"{why}, so --force does not delete it"):
+        PackedWriter(out, 8, replace=True)
+    assert (out / name).read_text() == text
+
+
+def test_force_refuses_a_directory_with_a_manifest_alone(tmp_path: Path) -> None:
+    out = write_two_packs(tmp_path / "data")
+    for name in packed.ARRAY_DTYPES:
+        (out / f"{name}.npy").unlink()
+    with pytest.raises(DataError, match="holds no array of a data set"):
+        PackedWriter(out, 8, replace=True)
+
+
+def test_force_replaces_a_data_set_with_its_validation_part(tmp_path: Path) -> None:
+    out = write_two_packs(tmp_path / "data")
+    shutil.copytree(out, out / "validation")
+    assert PackedDataset.open(write_two_packs(out, replace=True)).num_packs == 2
+    assert not (out / "validation").exists()
 
 
 def test_a_link_and_a_nameless_directory_are_refused(tmp_path: Path) -> None:

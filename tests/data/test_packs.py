@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_sft.data.claim import LOCK
+from ds_sft.data.encoded import Encoded
 from ds_sft.data.packed import PackedDataset
 from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.data.packing import Packing, best_fit, pack_documents, pieces
 from ds_sft.data.packs import Histogram, Packs
-from ds_sft.data.pipeline import Encoded
 from ds_sft.data.report import Counts
 from ds_sft.errors import DataError
 
@@ -78,7 +79,7 @@ def prepare(
             packs.add(chunk(numbers, lengths, overlong), "chats.jsonl")
         packs.flush()
         left = [path.name for path in writer.partial.iterdir() if path.suffix != ".npy"]
-        assert left == [], "documents wait in files without a name"
+        assert left == [LOCK], "documents wait in files without a name"
         writer.commit({"packing": packs.manifest()})
     return PackedDataset.open(out), counts
 

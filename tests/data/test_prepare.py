@@ -104,6 +104,14 @@ def test_bad_rows_are_counted_by_reason_and_the_good_ones_packed(
     assert f"not_json: 2 (first {tmp_path / 'chats.jsonl'}:2: " in said
 
 
+def test_text_of_rows_and_names_is_printed_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "a:100:b[red].jsonl", [chat("a", "b"), {"text": ":smile:"}])
+    run(tmp_path, [], input=(path,), max_rejected=0.5)
+    assert f"(first {path}:2: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("row", "reason"), BAD, ids=[reason for _, reason in BAD])
 def test_too_many_bad_rows_are_refused_with_reason_file_and_line(
     tmp_path: Path, row: Any, reason: str
@@ -169,6 +177,14 @@ def test_drop_counts_what_it_drops_and_ends_the_pack(tmp_path: Path) -> None:
     assert counts["dropped_documents"] == 1
     assert counts["tokens_dropped"] == long
     assert counts["tokens_in"] == counts["tokens"] + long
+
+
+@pytest.mark.parametrize("overlong", ["right", "split"])
+def test_the_first_token_of_a_cut_document_is_no_target_and_not_counted_as_one(
+    tmp_path: Path, overlong: str
+) -> None:
+    data = run(tmp_path, [chat("a", "b" * 200)], overlong=overlong)
+    assert data.manifest["counts"]["trained_tokens"] == int(data.assistant_counts.sum())
 
 
 def test_raise_names_file_line_and_length(tmp_path: Path) -> None:
@@ -340,6 +356,7 @@ def test_what_is_not_there_is_named(tmp_path: Path, changes: dict, message: str)
         ({"max_docs_per_pack": 8, "packing": "best-fit"}, "is a limit of next-fit"),
         ({"max_rejected": 1.5}, r"--max-rejected 1\.5"),
         ({"workers": -1}, "--workers -1"),
+        ({"workers": 100_000}, "--workers 100000: on the .* cores here at most"),
     ],
 )
 def test_a_flag_out_of_range_is_refused(tmp_path: Path, changes: dict, message: str) -> None:

@@ -157,6 +157,59 @@ def test_dropping_duplicates_keeps_validation_rows_out_of_training(tmp_path: Pat
     assert asks(PackedDataset.open(data.path / VALIDATION_DIR)) == ["a1"]
 
 
+def test_validation_rows_that_are_trained_are_a_warning_and_in_the_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "1.jsonl", numbered(8))
+    given: dict[str, Any] = {"validation_input": ((str(path),),)}
+    data = prepared(tmp_path / "leak", path, path, **given)
+    assert data.manifest["validation_rows_trained"] == 8
+    said = capsys.readouterr().out
+    assert "warning: 8 validation rows are also trained: --drop-duplicates leaves them out" in said
+    fraction = prepared(tmp_path / "twice", path, path, validation_fraction=0.25)
+    assert fraction.manifest["validation_rows_trained"] == 0
+    assert "also trained" not in capsys.readouterr().out
+    held = asks(PackedDataset.open(fraction.path / VALIDATION_DIR))
+    assert len(held) == 2
+    assert not set(held) & set(asks(fraction))
+
+
+def test_bad_rows_are_judged_over_both_parts_together(tmp_path: Path) -> None:
+    held = write(tmp_path / "held.jsonl", [chat("v", "w"), {"text": "x"}])
+    given: dict[str, Any] = {"validation_input": ((str(held),),)}
+    data = run(tmp_path, numbered(48), max_rejected=0.02, **given)
+    assert PackedDataset.open(data.path / VALIDATION_DIR).manifest["rejected"]
+    with pytest.raises(DataError, match=r"^1 of 49 rows \(2\.0%\) cannot .*held\.jsonl:2: "):
+        run(tmp_path, numbered(47), max_rejected=0.02, out=tmp_path / "other", **given)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["chats.jsonl", "data", "held.jsonl"]
+
+
+def test_samples_that_multiply_the_tokens_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {"chat_template": "qwen3", "max_seq_len": 4096}
+    turns = {"messages": MANY_TURNS[0]["messages"] * 20}
+    data = run(tmp_path, [turns, chat("a", "b")], history="split", **given)
+    said = capsys.readouterr().out
+    whole = run(tmp_path, [turns, chat("a", "b")], force=True, **given)
+    assert "samples  " not in capsys.readouterr().out
+    factor = data.manifest["counts"]["tokens"] / whole.manifest["counts"]["tokens"]
+    assert factor > 10
+    assert f"1 rows became {len(data.doc_lens) - 1} documents" in said
+    assert f"{factor:.0f}" in said.split("split): ")[1].split(" times")[0]
+    assert "--train-on last-assistant" in said
+    assert "--history levanter" in said
+
+
+def test_weight_0_is_honoured_with_the_recipes_template(tmp_path: Path) -> None:
+    first, second = chat("a", "b")["messages"], chat("c", "d")["messages"]
+    row = {"messages": [*first, second[0], {**second[1], "loss_weight": 0}]}
+    (text,) = texts(run(tmp_path, [row], chat_template="qwen3", max_seq_len=256))
+    assert "[b<|im_end|>\n]" in text
+    assert text.count("[") == 1
+
+
 def test_a_validation_part_that_fails_leaves_nothing(tmp_path: Path) -> None:
     held = write(tmp_path / "held.jsonl", [{"text": "x"}])
     with pytest.raises(DataError, match="no usable row among 1 of the validation part"):

@@ -83,6 +83,19 @@ def test_reasoning_is_found_under_each_of_its_names(name: str) -> None:
     assert row.messages[1]["reasoning_content"] == "hm"
 
 
+def test_an_empty_text_is_a_text() -> None:
+    empty = [{"role": role, "content": ""} for role in ("system", "user", "assistant")]
+    assert accepted(messages=empty).messages == empty
+    parts = {"role": "user", "content": [{"type": "text", "text": ""}]}
+    assert accepted(messages=[parts, ANSWER]).messages[0]["content"] == ""
+
+
+def test_what_a_message_without_content_has_instead_is_named() -> None:
+    result = parse(messages=[{"role": "user", "contents": "hi"}, ANSWER])
+    assert isinstance(result, Rejected)
+    assert result.detail == "messages[0] has no content; its keys are role, contents"
+
+
 def test_an_empty_answer_is_an_answer() -> None:
     assert (
         accepted(messages=[USER, {"role": "assistant", "content": ""}]).messages[1]["content"] == ""
@@ -122,6 +135,12 @@ def test_a_line_that_is_no_row_is_rejected(line: bytes | None, reason: str) -> N
         ([{"role": ["user"], "content": ""}, ANSWER], "unknown_role"),
         ([{"content": ""}, ANSWER], "unknown_role"),
         ([USER, {"role": "assistant"}], "assistant_without_content"),
+        ([USER, {"role": "assistant", "content": []}], "assistant_without_content"),
+        ([{"role": "user", "contents": "hi"}, ANSWER], "user_without_content"),
+        ([{"role": "user", "content": None}, ANSWER], "user_without_content"),
+        ([{"role": "user", "content": []}, ANSWER], "user_without_content"),
+        ([USER, call({}), {"role": "tool"}, ANSWER], "tool_without_content"),
+        ([{"role": "system"}, USER, ANSWER], "system_without_content"),
         (
             [USER, {"role": "assistant", "content": None, "tool_calls": []}],
             "assistant_without_content",

@@ -135,11 +135,13 @@ def test_typed_parts_go_where_they_belong() -> None:
     assert answer["tool_calls"] == [CALL]
 
 
-def test_older_openai_functions_are_tools_and_tool_calls() -> None:
+@pytest.mark.parametrize("as_text", [False, True])
+def test_older_openai_functions_are_tools_and_tool_calls(as_text: bool) -> None:
+    said = {**CALL, "arguments": '{"a": 1}'}
     call = {
         "role": "assistant",
         "content": None,
-        "function_call": {**CALL, "arguments": '{"a": 1}'},
+        "function_call": json.dumps(said) if as_text else said,
     }
     row = read({"messages": [*HELLO[:1], call], "functions": [{"name": "f"}]})
     assert row.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
@@ -196,19 +198,48 @@ def test_a_weight_between_is_refused_by_name(keys: dict[str, Any], reason: str) 
         ),
         ({"conversations": [{"from": "function_call", "value": "{"}]}, "tool_call_not_json"),
         ({"conversations": [{"from": "function_call", "value": []}]}, "tool_call_malformed"),
+        (
+            {"messages": [HELLO[0], {**HELLO[1], "function_call": "f(1)"}]},
+            "tool_call_not_json",
+        ),
+        ({"messages": [HELLO[0], {**HELLO[1], "function_call": 3}]}, "tool_call_malformed"),
+        (
+            {"conversations": [{"from": "human", "text": "x"}, {"from": "gpt", "value": "y"}]},
+            "user_without_content",
+        ),
         ({"instruction": 3, "output": "x"}, "field_not_text"),
         ({"instruction": "x", "output": ["y"]}, "field_not_text"),
         ({"instruction": "x", "output": "y", "history": "z"}, "history_not_pairs"),
         ({"instruction": "x", "output": "y", "history": [["z"]]}, "history_not_pairs"),
         ({"prompt": {"a": 1}, "completion": "x"}, "field_not_text"),
-        ({"prompt": HELLO, "completion": []}, ""),
     ],
 )
 def test_what_fits_no_shape_is_rejected_by_name(row: Any, reason: str) -> None:
-    if reason:
-        assert rejected(row) == reason
-    else:
-        assert read(row).messages == HELLO
+    assert rejected(row) == reason
+
+
+def test_of_a_prompt_and_its_completion_the_completion_alone_is_trained() -> None:
+    prompt = [HELLO[0], {"role": "model", "content": "hello", "train": True}, HELLO[0]]
+    row = read({"prompt": prompt, "completion": [HELLO[1], HELLO[0], HELLO[1]]})
+    assert row.messages == [
+        HELLO[0],
+        {**HELLO[1], "train": False},
+        HELLO[0],
+        *HELLO[::-1],
+        HELLO[1],
+    ]
+    assert read({"prompt": HELLO, "completion": []}).messages[-1]["train"] is False
+
+
+@pytest.mark.parametrize(
+    ("ask", "more", "said"),
+    [("x", "y", "x\n\ny"), ("", "y", "y"), ("x", "", "x"), ("", "", ""), ("x", None, "x")],
+)
+def test_an_instruction_and_its_input_are_joined_if_both_are_there(
+    ask: str, more: str | None, said: str
+) -> None:
+    row = read({"instruction": ask, "input": more, "output": "o"}, "alpaca")
+    assert row.messages[0] == {"role": "user", "content": said}
 
 
 @pytest.mark.parametrize(
@@ -248,10 +279,17 @@ def test_columns_may_have_other_names() -> None:
 
 
 def test_max_chars_counts_what_the_turns_say() -> None:
-    row = {"messages": [HELLO[0], {**HELLO[1], "reasoning": "0123456789"}]}
-    length = len("userhi") + len("assistanthello") + 2 * len("0123456789")
-    assert read(row, max_chars=length).messages[0] == HELLO[0]
-    assert rejected(row, max_chars=length - 1) == "over_max_chars"
+    for name in ("reasoning", "thinking", "reasoning_content"):
+        row = {"messages": [HELLO[0], {**HELLO[1], name: "0123456789"}]}
+        length = len("userhi") + len("assistanthello") + len("0123456789")
+        assert read(row, max_chars=length).messages[0] == HELLO[0]
+        assert rejected(row, max_chars=length - 1) == "over_max_chars"
+
+
+def test_max_chars_counts_every_argument_of_a_call() -> None:
+    call = {"name": "f", "arguments": {"thinking": "0123456789", "reasoning": "0123456789"}}
+    row = {"messages": [HELLO[0], {**HELLO[1], "tool_calls": [call]}]}
+    assert rejected(row, max_chars=len("userhiassistanthellof") + 19) == "over_max_chars"
 
 
 def test_the_flag_names_every_shape() -> None:

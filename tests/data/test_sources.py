@@ -129,6 +129,52 @@ def test_what_is_not_compressed_at_all_is_an_error(tmp_path: Path) -> None:
             list(TextSource(path))
 
 
+@pytest.mark.parametrize("log_of_window", [27, 28, 31])
+def test_a_zstd_frame_with_a_long_window_is_whole(tmp_path: Path, log_of_window: int) -> None:
+    data = b'{"a": 1}\n'
+    window = bytes([(log_of_window - 10) << 3])
+    last_raw_block = (len(data) << 3 | 1).to_bytes(3, "little")
+    path = tmp_path / "chats.jsonl.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd\x00" + window + last_raw_block + data)
+    assert read(path) == [{"a": 1}]
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json", "chats"])
+def test_a_file_of_another_kind_than_its_name_says_is_named(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"PAR1\x15\x04" if kind == "parquet" else compressed(kind, LINES))
+    with pytest.raises(DataError, match=rf"{name} is a \.{kind} file by its first bytes"):
+        list(TextSource(path))
+
+
+@pytest.mark.parametrize("kind", ["", "gz", "zst"])
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("chats.jsonl", ROWS, r"let its name end in \.json"),
+        ("chats.jsonl", ROWS[0], "write a row a line"),
+        ("chats.json", ROWS[0], "write a row a line"),
+    ],
+)
+def test_json_over_several_lines_is_no_json_lines(
+    tmp_path: Path, kind: str, name: str, value: Any, advice: str
+) -> None:
+    path = tmp_path / f"{name}{kind and '.' + kind}"
+    path.write_bytes(compressed(kind, b"\xef\xbb\xbf\n" + json.dumps(value, indent=1).encode()))
+    with pytest.raises(DataError, match=f"holds JSON over several lines.*{advice}"):
+        list(TextSource(path))
+
+
+@pytest.mark.parametrize("first", [b"{", b"[1]", b"[", b"{ "])
+def test_a_bad_first_line_costs_one_row(tmp_path: Path, first: bytes) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(first + b'{"a": 1}\n{"a": 2}\n')
+    assert len(list(TextSource(path))) == 2
+
+
 def test_an_array_that_does_not_end_is_an_error_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "chats.json"
     path.write_bytes(b'[{"a": 1}, {"a": 2}, {"a"')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import decimal
 import hashlib
 import json
 from pathlib import Path
@@ -15,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ds_sft.data import tables
-from ds_sft.data.records import Rejected
+from ds_sft.data.records import Conversation, Rejected
+from ds_sft.data.rows import parse_row
 from ds_sft.data.tables import DatasetSource, ParquetSource
 from ds_sft.errors import DataError
 
@@ -30,6 +32,10 @@ def parquet(path: Path, rows: list[dict[str, Any]] | pa.Table, **how: Any) -> Pa
 
 def read(source: ParquetSource | DatasetSource) -> list[Any]:
     return [row for batch in source.batches() for row in tables.to_rows(tables.to_bytes(batch))]
+
+
+def parsed(path: Path) -> list[Conversation | Rejected]:
+    return [parse_row(row).result for row in read(ParquetSource(path))]
 
 
 def chats(number: int) -> list[dict[str, Any]]:
@@ -72,13 +78,73 @@ def test_columns_that_no_shape_reads_are_left_out_unless_there_is_no_other(tmp_p
     assert read(ParquetSource(path)) == [{"text": "x"}]
 
 
-def test_values_that_json_lacks_are_spelt_or_rejected(tmp_path: Path) -> None:
-    moment = datetime.date(2026, 1, 2)
-    table = pa.table({"messages": [moment, moment], "output": [1.5, float("nan")]})
+def test_a_number_that_json_lacks_rejects_its_row(tmp_path: Path) -> None:
+    table = pa.table({"prompt": ["a", "b"], "output": [1.5, float("nan")]})
     first, second = read(ParquetSource(parquet(tmp_path / "a.parquet", table)))
-    assert first == {"messages": "2026-01-02", "output": 1.5}
+    assert first == {"prompt": "a", "output": 1.5}
     assert isinstance(second, Rejected)
     assert second.reason == "nan_or_infinity"
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary(3)])
+def test_bytes_are_the_text_that_they_are_or_refused(tmp_path: Path, kind: pa.DataType) -> None:
+    prompts = pa.array([b"one", "é1".encode(), b"\xff\xfe1"], kind)
+    table = pa.table({"prompt": prompts, "completion": ["a", "b", "c"]})
+    first, second, third = parsed(parquet(tmp_path / "a.parquet", table))
+    assert isinstance(first, Conversation)
+    assert first.messages[0]["content"] == "one"
+    assert isinstance(second, Conversation)
+    assert second.messages[0]["content"] == "é1"
+    assert third == Rejected(reason="field_not_text", detail="`prompt/completion` is a bytes")
+
+
+def test_bytes_are_texts_inside_of_structs_lists_maps_and_dictionaries(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "messages": pa.array([[{"a": b"x"}]], pa.list_(pa.struct([("a", pa.binary())]))),
+            "metadata": pa.array([[(b"k", b"v")]], pa.map_(pa.binary(), pa.binary())),
+            "split": pa.array([b"train"]).dictionary_encode(),
+        }
+    )
+    rows = read(ParquetSource(parquet(tmp_path / "a.parquet", table)))
+    assert rows == [{"messages": [{"a": "x"}], "metadata": {"k": "v"}, "split": "train"}]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (datetime.datetime(2026, 1, 2), "datetime"),
+        (datetime.date(2026, 1, 2), "date"),
+        (datetime.time(1, 2), "time"),
+        (datetime.timedelta(1), "timedelta"),
+        (decimal.Decimal("1.5"), "Decimal"),
+    ],
+)
+def test_a_value_that_json_lacks_is_no_text_and_is_refused_by_name(
+    tmp_path: Path, value: Any, kind: str
+) -> None:
+    table = pa.table({"prompt": ["hi"], "completion": [value]})
+    (found,) = parsed(parquet(tmp_path / "a.parquet", table))
+    assert found == Rejected(reason="field_not_text", detail=f"`prompt/completion` is a {kind}")
+
+
+def test_a_time_beside_a_message_costs_no_row(tmp_path: Path) -> None:
+    rows = chats(1)
+    rows[0]["messages"][0]["at"] = datetime.datetime(2026, 1, 2)
+    (found,) = parsed(parquet(tmp_path / "a.parquet", rows))
+    assert isinstance(found, Conversation)
+
+
+def test_a_decimal_that_has_to_be_written_as_json_is_refused_by_name(tmp_path: Path) -> None:
+    row = {
+        "currentMessage": {"content": "hi"},
+        "expectedResponse": "hello",
+        "metadata": {"toolSpecs": [{"least": decimal.Decimal("1.5")}]},
+    }
+    (found,) = parsed(parquet(tmp_path / "a.parquet", [row]))
+    assert isinstance(found, Rejected)
+    assert found.reason == "value_not_json"
+    assert "Decimal" in found.detail
 
 
 def test_maps_and_dictionaries_are_read_as_objects_and_texts(tmp_path: Path) -> None:
@@ -138,6 +204,15 @@ def test_the_split_of_a_stored_data_set_is_chosen_by_name(tmp_path: Path) -> Non
     ).save_to_disk(where)
     assert read(DatasetSource(where, "test", "", ANY)) == chats(2)
     with pytest.raises(DataError, match="has no split validation: choose of train, test"):
+        DatasetSource(where, "validation", "", ANY)
+
+
+def test_another_split_of_a_data_set_that_is_one_split_is_refused(tmp_path: Path) -> None:
+    where = str(tmp_path / "set")
+    datasets.Dataset.from_list(chats(3), split="test").save_to_disk(where)
+    assert read(DatasetSource(where, "test", "", ANY)) == chats(3)
+    assert read(DatasetSource(where, "train", "", ANY)) == chats(3)
+    with pytest.raises(DataError, match="is one split, not several: drop --split validation"):
         DatasetSource(where, "validation", "", ANY)
 
 

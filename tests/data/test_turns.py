@@ -226,12 +226,82 @@ def test_a_closing_tag_in_the_middle_of_an_answer_is_text() -> None:
     assert kept == [["the tag </think> ends it<|im_end|>\n", "d<|im_end|>\n"]]
 
 
+# --- turns of weight 0 under --history levanter ---
+
+KEPT_AND_LEFT = [
+    user("a"),
+    answer("b", "lost"),
+    user("c"),
+    {**answer("no", "hm"), "train": False},
+    user("e"),
+    answer("f", "end"),
+]
+
+
+def test_levanter_leaves_out_the_marks_of_turns_that_are_not_trained() -> None:
+    everything = [{k: v for k, v in turn.items() if k != "train"} for turn in KEPT_AND_LEFT]
+    [[first, _, last]] = trained(QWEN3, everything, on_rewrite="levanter")
+    assert trained(QWEN3, KEPT_AND_LEFT, on_rewrite="levanter") == [[first, last]]
+    (sample,) = samples(QWEN3, KEPT_AND_LEFT, on_rewrite="levanter")
+    assert sample.text == samples(QWEN3, everything, on_rewrite="levanter")[0].text
+    options = {"on_rewrite": "levanter", "train_on": "last-assistant"}
+    assert trained(QWEN3, KEPT_AND_LEFT, **options) == [[last]]
+    assert trained(QWEN3, [*KEPT_AND_LEFT[:4], user("more")], on_rewrite="levanter") == [[first]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=5))
+def test_of_any_turns_left_out_levanter_trains_the_others(
+    turns: list[tuple[bool, bool, bool]],
+) -> None:
+    messages: list[dict[str, Any]] = []
+    for number, (kept, thinks, calling) in enumerate(turns):
+        more = {} if kept else {"train": False}
+        messages.append(user(f"u{number}"))
+        if calling:
+            messages += [answer(f"c{number}", tool_calls=calls(2), **more), result(), result(1)]
+        messages.append(answer(f"a{number}", f"t{number}" if thinks else "", **more))
+    wanted = [f"{t['content']}" for t in messages if t["role"] == "assistant" and "train" not in t]
+    if not wanted:
+        assert reason(QWEN3, messages, on_rewrite="levanter") == "no_trained_token"
+        return
+    (spans,) = trained(QWEN3, messages, on_rewrite="levanter")
+    assert [re.search(r"[ac]\d", span.split("</think>")[-1])[0] for span in spans] == wanted
+
+
+def test_a_turn_whose_marks_cannot_be_told_from_anothers_rejects_the_row() -> None:
+    joined = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    )
+    two = [user("a"), answer("b"), {**answer("c"), "train": False}]
+    assert reason(joined, two, on_rewrite="levanter") == "turn_end_unclear"
+
+
+# --- rows that begin with an assistant turn ---
+
+
+def test_a_row_that_begins_with_an_assistant_says_so_where_no_prompt_can_be_rendered() -> None:
+    needs_one = "{{- messages[0].role[:0] }}"
+    greeting = [answer("hello"), *TWO]
+    for template in both(CHATML):
+        assert len(samples(template, greeting)) == 1
+        with pytest.raises(Unrenderable, match="the row begins with an assistant turn") as caught:
+            # One turn left out, so that marks are no short cut past the prompt.
+            samples(needs_one + template, [*greeting, user("x"), {**answer("y"), "train": False}])
+        assert caught.value.reason == "begins_with_assistant"
+    raising = "{% if messages|length == 3 %}{{ raise_exception('alone') }}{% endif %}"
+    assert reason(raising + without_marks(CHATML), TWO) == "template_error"
+
+
 # --- what a template leaves out ---
 
 
 @pytest.mark.parametrize("template", both(CHATML), ids=["marks", "prefixes"])
 def test_a_turn_whose_calls_or_reasoning_are_not_written_rejects_the_row(template: str) -> None:
-    assert reason(template, THOUGHTFUL) == "reasoning_not_written"
+    with pytest.raises(Unrenderable, match="add --thinking drop to train without, or") as caught:
+        samples(template, THOUGHTFUL)
+    assert caught.value.reason == "reasoning_not_written"
     asked = [user("a"), answer("", tool_calls=calls())]
     assert reason(template, asked) == "tool_calls_not_written"
     first_call = "(message.tool_calls[0].function.name if message.tool_calls else message.content)"
