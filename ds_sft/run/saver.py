@@ -284,7 +284,7 @@ class Saver:
     def report_time(self, seconds: float) -> None:
         """Time lost to saving in this part of the run."""
         share = self.seconds_saving / max(seconds, 1e-9)
-        say(f"[done] saving and exporting took {self.seconds_saving:.1f} s, {share:.1%} of the run")
+        say(f"[time] saving and exporting took {self.seconds_saving:.1f} s, {share:.1%} of the run")
 
     def report_missing(self) -> None:
         """The exports that are missing, with the command for each."""

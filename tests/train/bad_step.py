@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ds_sft import train
@@ -22,7 +22,9 @@ def main(argv: list[str]) -> None:
     if what == "left out":
         leave_out()
     elif what == "gradient" and mine:
-        spoil_scale()
+        spoil_scale(lambda number: number == BAD_STEP)
+    elif what == "every gradient" and mine:
+        spoil_scale(lambda number: True)
     elif what == "loss" and mine:
         spoil_loss()
     elif what == "weight":
@@ -45,13 +47,13 @@ def leave_out() -> None:
     step.train_step = train_step
 
 
-def spoil_scale() -> None:
+def spoil_scale(when: Callable[[int], bool]) -> None:
     """A factor that is not a number: the loss is fine, the gradient is not."""
     real = step.prefetched
 
     def prefetched(data: Any, batches: Any, number: int, device: Any) -> Iterator[Any]:
         for micro, batch in real(data, batches, number, device):
-            bad = number == BAD_STEP and micro.group == 1
+            bad = when(number) and micro.group == 1
             yield dataclasses.replace(micro, scale=math.nan) if bad else micro, batch
 
     step.prefetched = prefetched

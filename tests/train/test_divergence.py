@@ -153,6 +153,13 @@ def runs(
         often = {"--num-train-steps": 8, "--steps-per-checkpoint": 3, "--steps-per-hf-export": 100}
         words = harness.flags(tiny_model, tiny_data, work / name, {**often, **changes})
         trainings[name] = Training(words, {"BAD": what}, "bad_step")
+    # Every update dropped so far, then stopped: there are no moments to save yet.
+    words = harness.flags(tiny_model, tiny_data, work / "all dropped", {
+        "--num-train-steps": 3, "--on-nonfinite": "skip", "--steps-per-checkpoint": 100,
+    })  # fmt: skip
+    stopped = [*words, "--stop-after", 2]
+    trainings["all dropped"] = Training(stopped, {"BAD": "every gradient"}, "bad_step")
+    trainings["all dropped, resumed"] = Training(words)
     results = launch_many(2, list(trainings.values()), work)
     return dict(zip(trainings, results, strict=True))
 
@@ -235,3 +242,12 @@ def test_a_weight_that_is_not_finite_is_never_saved(
     assert "weights are not finite (lm_head.weight)" in run.text
     assert labels_in(run.out / "checkpoints") == [3]
     assert len(run.rows) == rows
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_before_its_first_update_goes_on(runs: dict[str, Result]) -> None:
+    assert runs["all dropped"].codes == [0, 0], runs["all dropped"].text[-3000:]
+    resumed = runs["all dropped, resumed"]
+    assert resumed.codes == [0, 0], resumed.text[-3000:]
+    assert "at step 2" in resumed.text
+    assert ["dropped" in row for row in resumed.rows] == [True, True, False]
