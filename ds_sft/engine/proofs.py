@@ -82,7 +82,7 @@ def prove_data(data: PackedDataset) -> None:
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for found in filter(None, problems):
-        raise PreflightError(f"{found}: run ds-sft prepare again, or bring the file back")
+        raise PreflightError(f"{found}; run ds-sft verify {data.path} for the rest")
     say(f"[init] the data is as it was prepared ({time.monotonic() - started:.1f} s of hashing)")
 
 

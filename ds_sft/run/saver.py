@@ -91,7 +91,7 @@ class Saver:
             self.health.dropped, self.health.in_a_row = point.meta.get("dropped_updates", (0, 0))
             say(f"[init] resumed from {point.path} at step {first}")
         if self.is_main:
-            for parent in (self.dir.checkpoints, self.dir.temporary, self.dir.exports):
+            for parent in (self.dir.checkpoints, self.dir.exports):
                 parent.mkdir(parents=True, exist_ok=True)
             for parent in (self.dir.checkpoints, self.dir.temporary, self.dir.exports):
                 checkpoint.discard_leftovers(parent)
@@ -241,7 +241,8 @@ class Saver:
         problem: list[str] = [""]
         if self.is_main:
             try:
-                free = shutil.disk_usage(parent).free  # of where a link leads
+                # Of where a link leads; temporary checkpoints make their directory when they come.
+                free = shutil.disk_usage(parent if parent.exists() else self.dir.root).free
                 if free < needed:
                     left = f"{gigabytes(free)} free, {gigabytes(needed)} are needed"
                     problem = [f"{parent} has {left}"]
@@ -255,7 +256,12 @@ class Saver:
         seconds = time.monotonic() - started
         self.seconds_saving += seconds
         speed = size / 1e6 / max(seconds, 1e-9)
-        say(f"[{kind}] wrote {path} in {seconds:.1f} s ({gigabytes(size)}, {speed:.0f} MB/s)")
+        cost = f"{seconds:.1f} s ({gigabytes(size)}, {speed:.0f} MB/s)"
+        if kind == "export":  # a line of its own, which log readers know word for word
+            say(f"[export] wrote {path}")
+            say(f"[time] the export took {cost}")
+        else:
+            say(f"[checkpoint] wrote {path} in {cost}")
 
     def _export_missing(self, label: int) -> bool:
         """Whether `label` should have an export and has none."""
