@@ -57,7 +57,7 @@ def test_three_failures_in_a_row_stop_the_run_and_the_last_whole_checkpoint_goes
     assert full.returncode == 1, full.stdout[-3000:]
     assert full.stdout.count("[checkpoint] FAILED") == 2
     assert "error: 3 checkpoints in a row failed" in full.stdout
-    assert ("GB are needed" in full.stdout) is (leave < CHECKPOINT), full.stdout[-3000:]
+    assert ("MB are needed" in full.stdout) is (leave < CHECKPOINT), full.stdout[-3000:]
     assert labels_in(out / "checkpoints") == [2]
     assert not list(out.rglob("*.partial"))
     ballast.unlink()

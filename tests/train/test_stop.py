@@ -17,7 +17,7 @@ from ds_sft.run.layout import labels_in
 
 pytestmark = pytest.mark.slow
 # Many microbatches in a step, so that most signals come in the middle of one.
-SLOW_STEPS = {"--train-batch-size": 96, "--num-train-steps": 8, "--steps-per-checkpoint": 100}
+SLOW_STEPS = {"--train-batch-size": 64, "--num-train-steps": 8, "--steps-per-checkpoint": 100}
 SECONDS_TO_LEAVE = 30
 
 
