@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_sft.cli import reporting
 from ds_sft.data.model_files import ModelFiles
+from ds_sft.engine import swap_files
 from ds_sft.engine.machine import set_threads
 from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.flags import parse_train
@@ -73,6 +74,7 @@ def ending_at_once() -> Iterator[None]:
         code = error.code if isinstance(error, SystemExit) else 1
         if not isinstance(error, SystemExit):
             traceback.print_exc()
+        swap_files.release()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)

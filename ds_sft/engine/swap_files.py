@@ -34,6 +34,7 @@ BUFFER_SIZE = 100_000_000  # DeepSpeed's, where the file says nothing
 IN_MEMORY = ("tmpfs", "ramfs")
 _LOCK = "lock"
 _held: list[TextIO] = []  # open for as long as the process lives
+_mine: list[Path] = []
 
 
 def paths(ds_config: dict[str, Any]) -> dict[str, Path]:
@@ -155,8 +156,15 @@ def _own_directory(path: Path) -> Path:
         lock = (mine / _LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
     _held.append(lock)
-    atexit.register(shutil.rmtree, mine, ignore_errors=True)
+    _mine.append(mine)
     return mine
+
+
+@atexit.register
+def release() -> None:
+    """Remove this process' own directories; training also calls it where it ends at once."""
+    for directory in _mine:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager

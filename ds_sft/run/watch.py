@@ -93,7 +93,8 @@ class Watch:
         self._beat()
         dist.barrier()  # everybody has a beat to be read
         self._peers = Peers(self._rank, self._world, time.monotonic())
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._ear = threading.Thread(target=self._listen, daemon=True)
+        self._ear.start()
         self._clock = threading.Thread(target=self._watch, daemon=True)
         self._clock.start()
 
@@ -105,6 +106,8 @@ class Watch:
     ) -> None:
         self._ended.set()
         self._clock.join()
+        # A thread that Python's teardown finds inside the store aborts the process.
+        self._ear.join(timeout=BEAT_SECONDS)
         with contextlib.suppress(Exception):  # the store's host may be gone, which is no news
             self._store.set(self._keys[self._rank], DONE if kind is None else FAILED)
 
