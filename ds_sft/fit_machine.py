@@ -8,7 +8,6 @@ look for a GPU and to measure.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_sft.engine import rates
+from ds_sft.engine.machine import memory_limit
 from ds_sft.engine.rates import Rates
 from ds_sft.errors import ConfigError
 from ds_sft.fit_rows import Machine
@@ -33,7 +33,6 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {p + "B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {p + "IB": 1024**i for i, p in enumerate("KMGT", 1)}
 _DISK_BYTES = 256 * 2**20
-_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def machine_of(flags: FitFlags) -> Machine:
@@ -44,7 +43,7 @@ def machine_of(flags: FitFlags) -> Machine:
         else _gpu_here(),
         host_memory=parse_size(flags.host_memory, "--host-memory")
         if flags.host_memory
-        else host_memory(),
+        else memory_limit()[0],
         nvme=None if flags.nvme_path is None else free_space(flags.nvme_path),
     )
 
@@ -77,15 +76,6 @@ def _gpu_here() -> int:
             "for example --gpu-memory 24GiB"
         )
     return int(torch.cuda.get_device_properties(0).total_memory)
-
-
-def host_memory() -> int:
-    """Bytes of this host, or of its container's limit if that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):
-            total = min(total, int(Path(path).read_text(encoding="ascii")))
-    return total
 
 
 def rates_of(flags: FitFlags, machine: Machine) -> Rates:

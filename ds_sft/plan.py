@@ -140,22 +140,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     note_template(recipe, data, notes)
     recipe = recipe.replace(num_train_steps=final_steps(run, recipe, data.num_packs))
     schedule = Schedule.from_recipe(recipe, data.num_packs)
-    batches = BatchPlan(
-        recipe,
-        data.assistant_counts.tolist(),
-        world_size=world_size,
-        per_device_batch=run.per_device_batch,
-        order=run_order(
-            recipe.order,
-            data.num_packs,
-            schedule.num_steps * recipe.train_batch_size,
-            recipe.data_seed,
-            block_size=recipe.mixture_block_size,
-            era_length=recipe.era_length,
-        ),
-        allow_idle=run.allow_idle,
-    )
-    batches.check_targets(schedule.num_steps)
+    batches = _batches(run, recipe, data, schedule.num_steps, world_size)
     validation = open_validation(run, data, model, world_size)
     _check_place(run, None if model is None else model.directory)
     swap_files.check(ds_config, model, world_size)
@@ -177,6 +162,29 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         resume_from=point,
         notes=notes,
     )
+
+
+def _batches(
+    run: RunConfig, recipe: Recipe, data: PackedDataset, num_steps: int, world_size: int
+) -> BatchPlan:
+    """Packs by step and rank, in the recipe's order; each loss group has a target."""
+    batches = BatchPlan(
+        recipe,
+        data.assistant_counts.tolist(),
+        world_size=world_size,
+        per_device_batch=run.per_device_batch,
+        order=run_order(
+            recipe.order,
+            data.num_packs,
+            num_steps * recipe.train_batch_size,
+            recipe.data_seed,
+            block_size=recipe.mixture_block_size,
+            era_length=recipe.era_length,
+        ),
+        allow_idle=run.allow_idle,
+    )
+    batches.check_targets(num_steps)
+    return batches
 
 
 def final_steps(run: RunConfig, recipe: Recipe, num_packs: int) -> int:

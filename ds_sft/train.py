@@ -30,6 +30,7 @@ from ds_sft.run.stopping import Stopping
 
 if TYPE_CHECKING:
     from ds_sft.run.metrics import RunLog
+    from ds_sft.run.saver import Saver
 
 RANK_ZERO_SECONDS = 3.0  # the launcher looks at its ranks once a second
 
@@ -105,14 +106,10 @@ def rank_zero_first() -> Iterator[None]:
 
 def train(plan: Plan, stopping: Stopping, threads: str) -> int:
     """Run the optimizer steps that are left, saving and exporting; returns the exit code."""
-    from ds_sft import presets
-    from ds_sft.engine import build, proofs
+    from ds_sft.engine import build
     from ds_sft.engine.step import train_step
     from ds_sft.recipe.cadence import due_after
     from ds_sft.run import memory
-    from ds_sft.run.flops import mfu_factor
-    from ds_sft.run.metrics import RunLog
-    from ds_sft.run.saver import Saver
     from ds_sft.run.watch import Watch
 
     run, recipe, schedule, batches = plan.run, plan.recipe, plan.schedule, plan.batches
@@ -121,22 +118,8 @@ def train(plan: Plan, stopping: Stopping, threads: str) -> int:
         build.distributed(run.collective_timeout_minutes),
         Watch(run.step_timeout_minutes) as watch,
     ):
-        start = str(plan.resume_from.path) if plan.resume_from else "step 0"
-        proofs.prove_same_files(run.run_dir, plan.data_sha256, start)
-        plan, model, tokenizer_dir = with_model(plan)
-        for line in (threads, *presets.describe(run.preset, run.preset_origins)):
-            build.say(f"[init] {line}")
-        engine = build.build_engine(run, recipe, plan.ds_config, model)
-        saver = Saver(engine, run, recipe, plan.ds_config, plan.data, model, tokenizer_dir)
-        for note in plan.notes:
-            build.say(f"[init] note: {note}")
-        stopping.use_group(saver.prompt)
-        first = saver.resume(plan.resume_from)
-        if not run.skip_checks:
-            proofs.prove(engine, plan.data, batches, min(first, schedule.num_steps - 1))
-        mfu = mfu_factor(model, plan.data.doc_lens)
-        log = RunLog(run, schedule.num_steps, first, engine.monitor, mfu)
-
+        plan, engine, saver, log = start(plan, stopping, threads)
+        first = log.first
         # What was stopped or killed inside an evaluation has saved its step and not its evaluation.
         whole = evaluate_if_due(engine, plan, log, first - 1, stopping.agreed)
         last = min(schedule.num_steps, run.stop_after or schedule.num_steps)
@@ -176,6 +159,32 @@ def train(plan: Plan, stopping: Stopping, threads: str) -> int:
             saver.report_missing()
         stopping.ignore_signals()
         return 0 if whole else stopping.exit_code
+
+
+def start(plan: Plan, stopping: Stopping, threads: str) -> tuple[Plan, Any, Saver, RunLog]:
+    """Build the engine, load the checkpoint, prove what the run relies on; with the final plan."""
+    from ds_sft import presets
+    from ds_sft.engine import build, proofs
+    from ds_sft.run.flops import mfu_factor
+    from ds_sft.run.metrics import RunLog
+    from ds_sft.run.saver import Saver
+
+    run, recipe, num_steps = plan.run, plan.recipe, plan.schedule.num_steps
+    point = str(plan.resume_from.path) if plan.resume_from else "step 0"
+    proofs.prove_same_files(run.run_dir, plan.data_sha256, point)
+    plan, model, tokenizer_dir = with_model(plan)
+    for line in (threads, *presets.describe(run.preset, run.preset_origins)):
+        build.say(f"[init] {line}")
+    engine = build.build_engine(run, recipe, plan.ds_config, model)
+    saver = Saver(engine, run, recipe, plan.ds_config, plan.data, model, tokenizer_dir)
+    for note in plan.notes:
+        build.say(f"[init] note: {note}")
+    stopping.use_group(saver.prompt)
+    first = saver.resume(plan.resume_from)
+    if not run.skip_checks:
+        proofs.prove(engine, plan.data, plan.batches, min(first, num_steps - 1))
+    mfu = mfu_factor(model, plan.data.doc_lens)
+    return plan, engine, saver, RunLog(run, num_steps, first, engine.monitor, mfu)
 
 
 def evaluate_if_due(

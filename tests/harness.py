@@ -156,6 +156,21 @@ def flags(model: Path, data: Path, out: Path, changes: dict | None = None) -> li
     return [word for k, v in pairs for word in ((k,) if v is True else (k, v))]
 
 
+# Every parameter is partitioned, gathered and freed, in several buckets and sub-groups: one that is
+# not fetched when it is needed fails or shows in the loss.
+TIGHT = {
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 20000,
+        "stage3_prefetch_bucket_size": 20000,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 40000,
+        "stage3_max_reuse_distance": 0,
+        "sub_group_size": 40000,
+    }
+}
+
+
 @dataclass(frozen=True)
 class Result:
     """How one training ended."""

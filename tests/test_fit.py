@@ -16,9 +16,10 @@ from harness import ROOT
 from ds_sft import cli, fit_machine
 from ds_sft.engine import memory, rates
 from ds_sft.engine.config import engine_config, read_json
+from ds_sft.engine.machine import memory_limit
 from ds_sft.errors import ConfigError
 from ds_sft.fit import FitFlags, measured, model_of, read_configs
-from ds_sft.fit_machine import host_memory, parse_size
+from ds_sft.fit_machine import parse_size
 from ds_sft.fit_rows import Machine, Question, compare, fitting, shortages
 from ds_sft.recipe.recipe import RECIPES
 
@@ -276,7 +277,7 @@ def test_sizes_are_read_as_people_write_them() -> None:
     assert parse_size("24GiB", "x") == 24 * 2**30
     assert parse_size("80 GB", "x") == 80 * 10**9
     assert parse_size("1.5tib", "x") == 3 * 2**39
-    assert 2**28 < host_memory() < 2**50
+    assert 2**28 < memory_limit()[0] < 2**50
 
 
 def test_measured_rates_replace_the_assumed_ones_of_this_machine(

@@ -97,17 +97,6 @@ def _class_without_torch(directory: Path) -> str | None:
     return _CLASSES_WITHOUT_TORCH.get(config.get("tokenizer_class", ""))
 
 
-def own_template(tokenizer: Any, source: str) -> str:
-    """The chat template that the tokenizer brings. Raises DataError if there is none."""
-    template = _template_of(tokenizer)
-    if not template:
-        raise DataError(
-            f"--tokenizer {source} has no chat template: add --chat-template FILE, or qwen3 for "
-            "the one that is shipped"
-        )
-    return template
-
-
 def _template_of(tokenizer: Any) -> str:
     """Its chat template; empty if it has none."""
     template = tokenizer.chat_template

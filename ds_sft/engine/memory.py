@@ -21,7 +21,6 @@ CONTEXT = int(0.6 * GIB)  # CUDA context, cuBLAS workspace, kernels
 NETWORK = int(0.5 * GIB)  # NCCL's channels, with more than one rank
 FRAGMENTATION = 0.05  # of what comes and goes within a step
 PROCESS = 2 * GIB  # host memory of a rank before any state: Python, torch, CUDA, DeepSpeed
-SMALLEST_SWAPPED = 2**20  # bytes; DeepSpeed keeps smaller tensors in memory
 UPDATE, EXPORT = "update", "export"
 ASSUMPTIONS = (
     f"{CONTEXT / GIB:.1f} GiB of a GPU for the CUDA context, {NETWORK / GIB:.1f} GiB for NCCL with "

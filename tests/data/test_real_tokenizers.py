@@ -15,7 +15,7 @@ from fetch import npm_tokenizer
 from ds_sft.data.chat import ChatEncoder, Document
 from ds_sft.data.records import Conversation, Rejected
 from ds_sft.data.template import ChatTemplate, read_template
-from ds_sft.data.tokenizer import load_backend, load_tokenizer, own_template
+from ds_sft.data.tokenizer import borrowed_template, load_backend, load_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ class Real:
     encoder: ChatEncoder
 
     def with_choices(self, template: str = "", **choices: Any) -> ChatEncoder:
-        text = template or own_template(self.tokenizer, "x")
+        text = template or borrowed_template(self.tokenizer, "x").template
         special = self.tokenizer.special_tokens_map
         return ChatEncoder(ChatTemplate(text, special), self.backend, **choices)
 
@@ -69,7 +69,9 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = smollm2(work) if name == "smollm2" else npm_tokenizer(PACKAGES[name], work)
     tokenizer = load_tokenizer(str(directory))
     backend = load_backend(directory / "tokenizer.json")
-    template = ChatTemplate(own_template(tokenizer, name), tokenizer.special_tokens_map, name)
+    template = ChatTemplate(
+        borrowed_template(tokenizer, name).template, tokenizer.special_tokens_map, name
+    )
     return Real(name, tokenizer, backend, ChatEncoder(template, backend))
 
 

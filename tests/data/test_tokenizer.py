@@ -15,7 +15,6 @@ from ds_sft.data.tokenizer import (
     borrowed_template,
     load_backend,
     load_tokenizer,
-    own_template,
     save_tokenizer,
     token_bytes,
     tokenizer_hash,
@@ -94,10 +93,10 @@ def test_the_bytes_of_the_tokens_are_the_text() -> None:
 
 
 def test_a_tokenizer_without_a_template_asks_for_one(copy: Path) -> None:
-    assert "<|im_start|>" in own_template(load_tokenizer(str(copy)), "x")
+    assert "<|im_start|>" in borrowed_template(load_tokenizer(str(copy)), str(copy)).template
     (copy / "chat_template.jinja").unlink()
-    with pytest.raises(DataError, match="has no chat template: add --chat-template"):
-        own_template(load_tokenizer(str(copy)), "x")
+    with pytest.raises(DataError, match=r"has no chat template, .* add --chat-template"):
+        borrowed_template(load_tokenizer(str(copy)), str(copy))
 
 
 def base_and_sibling(tmp_path: Path, suffix: str) -> Path:
@@ -113,7 +112,7 @@ def test_a_base_tokenizer_borrows_the_template_of_its_tuned_sibling(
 ) -> None:
     base = base_and_sibling(tmp_path, suffix)
     borrowed = borrowed_template(load_tokenizer(str(base)), str(base))
-    assert borrowed.template == own_template(load_tokenizer(str(TINY)), "x")
+    assert borrowed.template == load_tokenizer(str(TINY)).chat_template
     assert borrowed.reason == f"chat template: that of {base}{suffix} ({base} has none of its own)"
 
 
@@ -128,7 +127,7 @@ def test_a_named_tokenizer_lends_its_template_even_to_one_that_has_its_own(copy:
     (copy / "chat_template.jinja").write_text("another")
     tokenizer = load_tokenizer(str(TINY))
     assert borrowed_template(tokenizer, "x").reason == ""
-    assert borrowed_template(tokenizer, "x").template == own_template(tokenizer, "x")
+    assert borrowed_template(tokenizer, "x").template == tokenizer.chat_template
     borrowed = borrowed_template(tokenizer, "x", str(copy))
     assert borrowed.template == "another"
     assert "--chat-template-from" in borrowed.reason

@@ -54,7 +54,7 @@ def runs(
     """Every training of this file, by name; one launch for each world size."""
     work = tmp_path_factory.mktemp("golden")
     tight = work / "tight.json"
-    tight.write_text(json.dumps(TIGHT))
+    tight.write_text(json.dumps(harness.TIGHT))
     pairs = {**FLOAT32_EXPORTS, "--per-device-batch": 2, "--deepspeed-config": tight}
     idle = {**FLOAT32_EXPORTS, "--allow-idle": True}
     five, two = (harness.with_validation(tiny_data, work / name, VALIDATION[name])
@@ -87,20 +87,6 @@ def runs(
     for name, result in results.items():
         assert set(result.codes) == {0}, f"{name}: {result.text[-3000:]}"
     return results
-
-
-# Every parameter is partitioned, gathered and freed; several buckets and sub-groups.
-TIGHT = {
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": 20000,
-        "stage3_prefetch_bucket_size": 20000,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": 40000,
-        "stage3_max_reuse_distance": 0,
-        "sub_group_size": 40000,
-    }
-}
 
 
 def test_the_golden_file_tells_two_loss_groups_from_one() -> None:

@@ -15,18 +15,6 @@ from harness import Result, Training, launch_many
 HAS_LIGER = all(importlib.util.find_spec(name) for name in ("liger_kernel", "triton"))
 STEPS = 3
 LOSS_LIMIT = 1e-4  # of Levanter's curve, as in test_golden_trajectory
-# Nothing stays gathered: a parameter that is not fetched when needed fails or shows in the loss.
-TIGHT = {
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": 20000,
-        "stage3_prefetch_bucket_size": 20000,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": 40000,
-        "stage3_max_reuse_distance": 0,
-        "sub_group_size": 40000,
-    }
-}
 BIT_EQUAL = {
     "none recomputed": {"--recompute-every": 0},
     "every second": {"--recompute-every": 2},
@@ -44,7 +32,7 @@ def runs(
 ) -> dict[str, Result]:
     work = tmp_path_factory.mktemp("layers")
     tight = work / "tight.json"
-    tight.write_text(json.dumps(TIGHT))
+    tight.write_text(json.dumps(harness.TIGHT))
     common = {"--deepspeed-config": tight, "--stop-after": STEPS, "--skip-checks": True}
     by_name = {"as always": {}, **BIT_EQUAL, **TILES}
     trainings = [
@@ -113,7 +101,7 @@ def liger_runs(
     """Without Liger, with it in Triton's interpreter, and where it cannot run."""
     work = tmp_path_factory.mktemp("liger")
     tight = work / "tight.json"
-    tight.write_text(json.dumps(TIGHT))
+    tight.write_text(json.dumps(harness.TIGHT))
     data = harness.with_validation(tiny_data, work / "data", [5, 20])
     common = {
         "--deepspeed-config": tight, "--skip-checks": True, "--train-batch-size": 2,
