@@ -236,7 +236,8 @@ def _end_with_parent() -> None:
 
 
 def _encode_in_worker(chunk: Chunk) -> Encoded:
-    assert _worker is not None and _thread is not None
+    assert _worker is not None
+    assert _thread is not None
     return _thread.submit(_encode, chunk, *_worker).result()
 
 
