@@ -40,7 +40,8 @@ class RunLock:
                 self._remove_dead(read(path))
         except OSError as error:
             raise ConfigError(f"--out {path.parent} cannot be written: {error}") from None
-        threading.Thread(target=self._keep_beating, daemon=True).start()
+        self._beating = threading.Thread(target=self._keep_beating, daemon=True)
+        self._beating.start()
 
     def __enter__(self) -> RunLock:
         return self
@@ -48,6 +49,7 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         """Give the directory free; after a kill, the next start finds out by itself."""
         self._ended.set()
+        self._beating.join(timeout=BEAT_SECONDS)  # a beat on its way would write the file again
         if self._is_mine():
             self._path.unlink(missing_ok=True)
 
