@@ -28,6 +28,12 @@ def test_an_old_lock_that_nobody_holds_is_removed(tmp_path: Path, folder: str) -
     assert not lock.exists()
 
 
+def test_a_lock_from_the_future_is_old(tmp_path: Path) -> None:
+    """The clock was set back: it would be waited for until the time comes."""
+    lock = make_lock(tmp_path, "cpu_adam", age_seconds=-86400)
+    assert ops.clear_stale_locks(tmp_path, {"cpu_adam"}, 60) == [lock]
+
+
 def test_locks_of_other_operators_are_left_alone(tmp_path: Path) -> None:
     lock = make_lock(tmp_path, "somebody_elses_op", age_seconds=600)
     assert ops.clear_stale_locks(tmp_path, {"cpu_adam"}, 60) == []
