@@ -79,7 +79,7 @@ class RunLock:
         """Raises ConfigError while a living run holds the lock."""
         if holder is not None and is_alive(holder, self._path):
             raise ConfigError(
-                f"another run of --out {self._path.parent} is alive (host {holder['host']}, "
+                f"another run of --out {self._path.parent} is alive (host {_name(holder)}, "
                 f"process {holder['pid']}): stop it with `touch {self._path.parent}/stop`, or use "
                 "another --out"
             )
@@ -106,7 +106,7 @@ class RunLock:
                 # We were taken for dead, for example while this machine was suspended.
                 print(
                     f"error: {self._path.parent} was taken over by process {holder['pid']} on host "
-                    f"{holder['host']}: this run ends, that one goes on",
+                    f"{_name(holder)}: this run ends, that one goes on",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
                 os._exit(1)
@@ -126,7 +126,8 @@ def read(path: Path) -> dict[str, Any] | None:
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
         found = {name: holder[name] for name in ("host", "pid", "born", "beat")}
-        return found if isinstance(found["pid"], int) else None
+        good = isinstance(found["pid"], int) and isinstance(found["host"], str)
+        return found if good else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -145,8 +146,17 @@ def is_alive(holder: dict[str, Any], path: Path) -> bool:
 
 
 def here() -> str:
-    """This host, and where in it process numbers mean what they say: a container has its own."""
-    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    """This host, and where in it process numbers mean what they say: a container has its own.
+
+    Hosts made from one image may have one name; what tells them apart is their boot.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')} {boot}"
+
+
+def _name(holder: dict[str, Any]) -> str:
+    """The part of `here` that a person knows."""
+    return str(holder["host"]).partition(" ")[0]
 
 
 def born(pid: object) -> int | None:

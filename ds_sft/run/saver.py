@@ -8,6 +8,7 @@ all; a checkpoint whose export is missing is never pruned. Leaves the writing to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -26,7 +27,8 @@ from ds_sft.flags import RunConfig
 from ds_sft.recipe.cadence import is_due, labels, timer_fired
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.run import changes, checkpoint, manifest, reshard
-from ds_sft.run.export import export_live
+from ds_sft.run.atomic import fsync_path
+from ds_sft.run.export import RankZero, export_live
 from ds_sft.run.health import Health
 from ds_sft.run.hf_format import ExportSource, check_source
 from ds_sft.run.layout import RunDir, labels_in, step_dir
@@ -81,8 +83,14 @@ class Saver:
         """Wait for all ranks, for as long as it takes one of them to write."""
         dist.barrier(group=self.patient)
 
-    def resume(self, point: ResumePoint | None) -> int:
-        """Load the checkpoint, if there is one; returns the number of completed steps."""
+    def resume(
+        self, point: ResumePoint | None, interrupted: Callable[[], bool] = lambda: False
+    ) -> int:
+        """Load the checkpoint, if there is one; returns the number of completed steps.
+
+        Makes up a missing export of it, unless `interrupted`. Raises CheckpointError when the run
+        directory cannot be prepared for writing.
+        """
         first = 0
         point = proved(point, self.run, self.engine.device, self._check)
         if point is not None:
@@ -90,20 +98,23 @@ class Saver:
             first = self.saved = point.completed
             self.health.dropped, self.health.in_a_row = point.meta.get("dropped_updates", (0, 0))
             say(f"[init] resumed from {point.path} at step {first}")
-        if self.is_main:
-            for parent in (self.dir.checkpoints, self.dir.exports):
-                parent.mkdir(parents=True, exist_ok=True)
-            for parent in (self.dir.checkpoints, self.dir.temporary, self.dir.exports):
-                checkpoint.discard_leftovers(parent)
-            self.dir.finished.unlink(missing_ok=True)
-            manifest.write_run_json(
-                self.dir, self.run, self.recipe, self.ds_config, self.data,
-                world_size=dist.get_world_size(), first_step=first,
-            )  # fmt: skip
-        self.barrier()
+        what = f"{self.dir.root} cannot be prepared"
+        RankZero(self.barrier, self.engine.device, what).run(lambda: self._prepare(first))
         if first and self._on_rank_zero(lambda: self._export_missing(first - 1)):
-            self.export(first - 1)  # a stop interrupted it, or it failed
+            self.export(first - 1, interrupted)  # a stop interrupted it, or it failed
         return first
+
+    def _prepare(self, first: int) -> None:
+        """Clear away what a killed run left, and record this start; on rank 0."""
+        for parent in (self.dir.checkpoints, self.dir.exports):
+            parent.mkdir(parents=True, exist_ok=True)
+        for parent in (self.dir.checkpoints, self.dir.temporary, self.dir.exports):
+            checkpoint.discard_leftovers(parent)
+        self.dir.finished.unlink(missing_ok=True)
+        manifest.write_run_json(
+            self.dir, self.run, self.recipe, self.ds_config, self.data,
+            world_size=dist.get_world_size(), first_step=first,
+        )  # fmt: skip
 
     def _on_rank_zero(self, decide: Callable[[], bool]) -> bool:
         """Rank 0's answer, on every rank."""
@@ -130,6 +141,7 @@ class Saver:
         finite: a checkpoint of them would push out the last good one.
         """
         self.health.require_finite_weights(label)
+        self._keep_rows()
         parent = self.dir.temporary if temporary else self.dir.checkpoints
         final = step_dir(parent, label)
         started = time.monotonic()
@@ -157,6 +169,12 @@ class Saver:
             checkpoint.drop_temporary(self.dir.temporary, label if temporary else None)
             checkpoint.prune(self.dir.checkpoints, self.run.keep_checkpoints, self._export_missing)
         self._account("checkpoint", final, size, started)
+
+    def _keep_rows(self) -> None:
+        """Bring metrics.jsonl to disk: a checkpoint that outlives its rows would leave a hole."""
+        with contextlib.suppress(OSError):
+            if self.is_main and self.dir.metrics.exists():
+                fsync_path(self.dir.metrics)
 
     def _meta(self, label: int, *, temporary: bool) -> dict[str, Any]:
         return {

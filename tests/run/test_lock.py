@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -28,6 +29,15 @@ def write(path: Path, **changes: object) -> None:
         "beat": 1,
     }
     path.write_text(json.dumps({**me, **changes}))
+
+
+def beating(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks at the lock `path` finds another beat each time."""
+    real, holder, beats = lock.read, lock.read(path), itertools.count(2)
+    assert holder is not None
+    monkeypatch.setattr(
+        lock, "read", lambda p: {**holder, "beat": next(beats)} if p == path else real(p)
+    )
 
 
 def test_a_living_holder_is_named_with_the_command_that_stops_it(tmp_path: Path) -> None:
@@ -60,8 +70,7 @@ def test_from_another_host_the_beat_decides(
     monkeypatch.setattr(lock, "WATCH_SECONDS", 2.0)
     path = tmp_path / "lock"
     write(path, host="elsewhere")
-    reads = iter([lock.read(path), {**lock.read(path), "beat": 2}])
-    monkeypatch.setattr(lock, "read", lambda _: next(reads))
+    beating(path, monkeypatch)
     with pytest.raises(ConfigError, match="host elsewhere"):
         RunLock(path)
     monkeypatch.undo()
@@ -158,26 +167,30 @@ def test_a_holder_that_ended_and_was_not_yet_buried_is_dead(tmp_path: Path) -> N
         holder.wait()
 
 
-@pytest.mark.parametrize("beats", [True, False])
-def test_numbers_of_another_containers_processes_mean_nothing_here(
-    beats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@pytest.mark.parametrize(
+    ("here", "elsewhere", "beats"),
+    [("pid:[", "pid:[9", True), ("pid:[", "pid:[9", False), (BOOT, "0" * 36, True)],
+)
+def test_process_numbers_of_another_container_or_boot_mean_nothing_here(
+    here: str, elsewhere: str, beats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same host name, another pid namespace: only the beat says who is alive.
+    """The same host name, another pid namespace or machine: only the beat says who is alive.
 
     One holder's number is by chance that of a living process here, the other's that of none.
     """
     monkeypatch.setattr(lock, "WATCH_SECONDS", 1.5)
     path = tmp_path / "lock"
-    host = lock.here().replace("pid:[", "pid:[9")
+    host = lock.here().replace(here, elsewhere)
     assert host != lock.here()
     write(path, host=host, **({"pid": 999_999_999, "born": 1} if beats else {}))
     if not beats:
         with RunLock(path):
             assert lock.read(path)["host"] == lock.here()
         return
-    found = lock.read(path)
-    reads = iter([found, {**found, "beat": 2}])
-    monkeypatch.setattr(lock, "read", lambda _: next(reads))
+    beating(path, monkeypatch)
     with pytest.raises(ConfigError, match="is alive"):
         RunLock(path)
 
