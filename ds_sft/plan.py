@@ -37,7 +37,7 @@ from ds_sft.recipe.batching import BatchPlan
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 from ds_sft.run import changes, resume
-from ds_sft.run.layout import RunDir
+from ds_sft.run.place import check_place
 
 SECONDS_AFTER_SIGTERM = 30  # then DeepSpeed's launcher kills
 ASSUMED_GB_PER_SECOND = 1.0
@@ -142,7 +142,8 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     schedule = Schedule.from_recipe(recipe, data.num_packs)
     batches = _batches(run, recipe, data, schedule.num_steps, world_size)
     validation = open_validation(run, data, model, world_size)
-    _check_place(run, None if model is None else model.directory)
+    if run.out is not None:
+        check_place(run.out, run.data, None if model is None else model.directory)
     swap_files.check(ds_config, model, world_size)
     if model is not None:
         warning = note_host_memory(run.deepspeed_config, ds_config, model, world_size)
@@ -237,27 +238,6 @@ def _check_generation_config(run: RunConfig, model: ModelFiles | None) -> None:
         )
 
 
-def _check_place(run: RunConfig, model_dir: Path | None) -> None:
-    """Refuse an --out that cannot become a run directory."""
-    if run.out is None:
-        return
-    for flag, place in (("--data", run.data), ("--model-id", model_dir)):
-        if place is not None and run.out.resolve().is_relative_to(place.resolve()):
-            raise ConfigError(f"--out {run.out} lies in {flag} {place}: name another directory")
-    if run.out.exists() and not run.out.is_dir():
-        raise ConfigError(f"--out {run.out} is a file: name a directory")
-    inside = RunDir(run.out)
-    for path in (inside.checkpoints, inside.temporary, inside.exports):
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path} is no directory: remove it, or use another --out")
-    for path in (inside.finished, inside.stop, inside.lock, inside.run_json, inside.metrics):
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path} is no file: remove it, or use another --out")
-    parent = existing_parent(run.out)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"--out {run.out} cannot be made: {parent} is not writable")
-
-
 def _check_resume(
     run: RunConfig,
     recipe: Recipe,
@@ -289,14 +269,6 @@ def _check_resume(
     steps = f"{point.completed} of {recipe.num_train_steps} steps are done"
     notes += [f"goes on from {point.path}: {steps}", *changed]
     return point
-
-
-def existing_parent(path: Path) -> Path:
-    """`path`, or the nearest directory above it that exists."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def _note_oddities(

@@ -24,6 +24,7 @@ from ds_sft.engine.machine import set_threads
 from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.flags import parse_train
 from ds_sft.plan import Plan, check, show
+from ds_sft.run.console import outlive_console
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.lock import RunLock
 from ds_sft.run.stopping import Stopping
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, and train. Ends the process with the exit code of what happened."""
     # Started through ssh, a rank has the login shell's PATH: DeepSpeed would not find ninja.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    outlive_console()
     threads = set_threads()
     with ending_at_once(), reporting():
         with rank_zero_first():
@@ -180,7 +182,7 @@ def start(plan: Plan, stopping: Stopping, threads: str) -> tuple[Plan, Any, Save
     for note in plan.notes:
         build.say(f"[init] note: {note}")
     stopping.use_group(saver.prompt)
-    first = saver.resume(plan.resume_from)
+    first = saver.resume(plan.resume_from, interrupted=stopping.agreed)
     if not run.skip_checks:
         proofs.prove(engine, plan.data, plan.batches, min(first, num_steps - 1))
     mfu = mfu_factor(model, plan.data.doc_lens)
