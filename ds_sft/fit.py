@@ -18,6 +18,7 @@ from ds_sft.data.architectures import check_architecture, expected_shapes
 from ds_sft.data.model_files import ModelFiles, cached_revision, find_model
 from ds_sft.engine import memory
 from ds_sft.engine.config import read_json
+from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import Activations
 from ds_sft.engine.rates import Rates
 from ds_sft.errors import ConfigError
@@ -134,7 +135,7 @@ def _write(
     name, value = found
     if question.flags.nvme_path is not None:
         for section in ("offload_optimizer", "offload_param"):
-            if memory.device(value["zero_optimization"], section) == "nvme":
+            if device(value["zero_optimization"], section) == "nvme":
                 nvme_path = str(question.flags.nvme_path.resolve())
                 value["zero_optimization"][section]["nvme_path"] = nvme_path
     try:

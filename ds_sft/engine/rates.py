@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_sft.engine.memory import GIB, Setup, device
+from ds_sft.engine.host_memory import device
+from ds_sft.engine.memory import GIB, Setup
 
 ADAM_BYTES = 32  # of one parameter through memory: master and moments read and written, gradient
 WEIGHT_FETCHES = 3  # of a microbatch: forward, recomputation, backward
