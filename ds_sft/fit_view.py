@@ -24,6 +24,7 @@ _UNITS = {
     "gpu_memory": (1e9, "GB/s of GPU memory"),
     "pcie": (1e9, "GB/s over PCIe"),
     "network": (1e9, "GB/s between ranks"),
+    "node_network": (1e9, "GB/s between ranks of a node"),
     "host_memory": (1e9, "GB/s of host memory"),
     "nvme_read": (1e9, "GB/s from NVMe"),
     "nvme_write": (1e9, "GB/s to NVMe"),

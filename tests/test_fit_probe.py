@@ -20,7 +20,7 @@ from ds_sft.engine.config import engine_config, read_json
 from ds_sft.engine.memory import GIB, Activations
 from ds_sft.errors import ConfigError
 from ds_sft.fit import FitFlags, model_of, read_configs
-from ds_sft.fit_rows import Machine, Question, Row, best_of_each
+from ds_sft.fit_rows import Machine, Question, Row, best_of_each, usable
 from ds_sft.recipe.recipe import RECIPES
 
 SHIPPED = ROOT / "ds_configs"
@@ -37,13 +37,18 @@ def question_of(model: Path, **flags: Any) -> Question:
     )  # fmt: skip
 
 
+def candidates(model: Path) -> list[tuple[Row, dict[str, Any]]]:
+    question = question_of(model)
+    return best_of_each(question, usable(question, read_configs(SHIPPED))[0], MACHINE, RATES)
+
+
 @pytest.fixture
 def candidate(tiny_model: Path) -> tuple[Row, dict[str, Any]]:
-    return best_of_each(question_of(tiny_model), read_configs(SHIPPED), MACHINE, RATES)[0]
+    return candidates(tiny_model)[0]
 
 
 def test_a_candidate_of_each_file_that_fits_comes_fastest_first(tiny_model: Path) -> None:
-    found = best_of_each(question_of(tiny_model), read_configs(SHIPPED), MACHINE, RATES)
+    found = candidates(tiny_model)
     names = [row.name for row, _ in found]
     assert names[0] == "zero3"
     assert len(set(names)) == len(names) > fit_probe.CANDIDATES
