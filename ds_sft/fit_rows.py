@@ -61,15 +61,19 @@ class Question:
             reduce_bytes=2 if self.flags.grad_reduce_dtype == "bfloat16" else 4,
         )
 
-    def config(self, json_dict: dict[str, Any], where: str, world_size: int) -> dict[str, Any]:
-        """The complete DeepSpeed configuration. Raises ConfigError."""
-        recipe = Recipe(
-            model_id=self.flags.model_id, learning_rate=1e-5, train_batch_size=2,
+    def recipe(self) -> Recipe:
+        """What was asked, as a recipe; the rest moves neither memory nor speed."""
+        return Recipe(
+            model_id=self.flags.model_id, learning_rate=1e-5, loss_groups=1,
+            train_batch_size=self.flags.train_batch_size,
             compute_dtype=self.flags.compute_dtype,
             grad_reduce_dtype=self.flags.grad_reduce_dtype,
         )  # fmt: skip
+
+    def config(self, json_dict: dict[str, Any], where: str, world_size: int) -> dict[str, Any]:
+        """The complete DeepSpeed configuration. Raises ConfigError."""
         return engine_config(
-            json_dict, where, recipe, world_size=world_size,
+            json_dict, where, self.recipe(), world_size=world_size,
             per_device_batch=self.flags.per_device_batch,
         )  # fmt: skip
 
@@ -227,17 +231,26 @@ def fitting(
     machine_rates: Rates,
 ) -> tuple[str, dict[str, Any]] | None:
     """Name and content of the fastest file that fits, with sizes for this model."""
+    found = best_of_each(question, jsons, machine, machine_rates)
+    return (found[0][0].name, found[0][1]) if found else None
+
+
+def best_of_each(
+    question: Question,
+    jsons: Mapping[str, dict[str, Any]],
+    machine: Machine,
+    machine_rates: Rates,
+) -> list[tuple[Row, dict[str, Any]]]:
+    """Each file that fits with sizes for this model, roomy ones if they do, the fastest first."""
     found = []
     for name, value in jsons.items():
-        for rank, roomy in enumerate((True, False)):
+        for roomy in (True, False):
             candidate = tuning.tuned(value, question.setup(), roomy=roomy)
             result = row(question, name, candidate, machine, machine_rates)
             if not result.short:
-                found.append((result.seconds.total, rank, name, candidate))
-    if not found:
-        return None
-    _, _, name, best = min(found, key=lambda f: f[:3])
-    return name, best
+                found.append((result.seconds.total, not roomy, name, result, candidate))
+                break
+    return [(result, candidate) for *_, result, candidate in sorted(found, key=lambda f: f[:3])]
 
 
 def gib(size: float) -> str:

@@ -92,7 +92,12 @@ def device() -> torch.device:
 
 
 def build_engine(
-    run: RunConfig, recipe: Recipe, ds_config: dict[str, Any], files: ModelFiles
+    run: RunConfig,
+    recipe: Recipe,
+    ds_config: dict[str, Any],
+    files: ModelFiles,
+    *,
+    random_weights: bool = False,
 ) -> Any:
     """A ZeRO-3 engine with the model of `files` in it; prints each automatic choice once."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -107,15 +112,16 @@ def build_engine(
     ops.clear(ops.BUILDERS)
     ds_config = swap_files.claim(ds_config)
     model = build_partitioned(
-        files.directory, ds_config, dtype, run.loss_chunk_size, choices, device()
-    )
+        files.directory, ds_config, dtype, run.loss_chunk_size, choices, device(),
+        random_weights=random_weights,
+    )  # fmt: skip
     kind = optimizer_kind(ds_config)
     say(f"[init] optimizer {kind}")
     groups = parameter_groups(model, is_decayed, recipe.weight_decay)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=make_optimizer(kind, groups, recipe), config=ds_config
     )
-    if dtype is torch.bfloat16:
+    if dtype is torch.bfloat16 and not random_weights:
         count = restore_float32_masters(engine.module, files.directory)
         if count:
             say(f"[init] {count} tensors of the model are float32: the masters keep their values")
