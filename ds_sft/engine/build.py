@@ -30,7 +30,6 @@ from ds_sft.flags import RunConfig
 from ds_sft.model import attention, liger
 from ds_sft.model.layers import LayerChoices
 from ds_sft.model.load import build_partitioned, parameter_groups, restore_float32_masters
-from ds_sft.recipe.decay import is_decayed
 from ds_sft.recipe.recipe import Recipe
 
 
@@ -111,7 +110,7 @@ def build_engine(
     )
     kind = optimizer_kind(ds_config)
     say(f"[init] optimizer {kind}")
-    groups = parameter_groups(model, is_decayed, recipe.weight_decay)
+    groups = parameter_groups(model, recipe.weight_decay)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=make_optimizer(kind, groups, recipe), config=ds_config
     )

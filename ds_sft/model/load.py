@@ -23,9 +23,11 @@ from transformers.initialization import no_init_weights
 from ds_sft.data.model_files import weight_files
 from ds_sft.errors import ConfigError
 from ds_sft.model import attention
+from ds_sft.model.kinds import parameter_kinds
 from ds_sft.model.layers import LayerChoices
 from ds_sft.model.partitions import fetch_once, fill_part, resident_sub_groups
 from ds_sft.model.sft import SftModel, arrange
+from ds_sft.recipe.decay import kind_decays
 
 
 def build_partitioned(
@@ -150,11 +152,12 @@ class WeightFiles:
         return nn.functional.pad(part, (0, size - part.numel()))
 
 
-def parameter_groups(model: nn.Module, decayed: Any, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two optimizer groups: with and without weight decay, in the order of the model."""
+    kinds = parameter_kinds(model)
 
     def named(wanted: bool) -> Iterator[nn.Parameter]:
-        return (p for name, p in model.named_parameters() if decayed(name) is wanted)
+        return (p for n, p in model.named_parameters() if kind_decays(kinds[n]) is wanted)
 
     groups = [
         {"params": list(named(True)), "weight_decay": weight_decay},
