@@ -74,6 +74,8 @@ class RunConfig:
     """Accepted from the first trainer; the head keeps no logits and recomputes nothing."""
     attn_impl: Literal["auto", "flash_attention_2", "varlen", "sdpa"] = "auto"
     """Attention kernel: flash-attn, torch's varlen_attn, or one SDPA call per document."""
+    allow_untested_architecture: bool = False
+    """Train a dense model of an architecture that was never compared with plain transformers."""
     recompute_every: int = 1
     """Compute every so many layers again in backward instead of keeping what is inside them; 1 =
     every layer, 0 = none: faster, with more memory."""

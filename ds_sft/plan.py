@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_sft import presets
+from ds_sft.data.geometry import note_large_heads
 from ds_sft.data.model_files import ModelFiles, find_model
 from ds_sft.data.order import run_order
 from ds_sft.data.packed import PackedDataset
@@ -133,7 +134,9 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         )
     note = presets.check_length(run.preset, data.max_seq_len, data.path, data.manifest)
     notes += [note] if note else []
-    model = find_model(recipe.model_id)
+    model = find_model(recipe.model_id, run.allow_untested_architecture)
+    if model is not None:
+        notes += [*model.notes, *note_large_heads(run.attn_impl, model.head_sizes)]
     _check_pair(data, model, recipe, notes)
     tokenizer_dir = check_tokenizers(run, data, model, notes)
     _check_generation_config(run, model)

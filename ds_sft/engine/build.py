@@ -28,6 +28,7 @@ from ds_sft.engine.config import optimizer_kind
 from ds_sft.errors import ConfigError
 from ds_sft.flags import RunConfig
 from ds_sft.model import attention, liger
+from ds_sft.model.kinds import parameter_kinds, summary
 from ds_sft.model.layers import LayerChoices
 from ds_sft.model.load import build_partitioned, parameter_groups, restore_float32_masters
 from ds_sft.recipe.recipe import Recipe
@@ -97,7 +98,7 @@ def build_engine(
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(recipe.trainer_seed)
     dtype = getattr(torch, recipe.compute_dtype)
-    kernel, why = attention.choose(run.attn_impl, device(), dtype)
+    kernel, why = attention.choose(run.attn_impl, device(), dtype, files.head_sizes)
     attention.register(kernel)
     say(f"[init] attention {kernel} ({why}), one segment per document")
     if run.no_loss_checkpoint:
@@ -105,17 +106,17 @@ def build_engine(
     choices = layer_choices(run, files)
     ops.clear(ops.BUILDERS)
     ds_config = swap_files.claim(ds_config)
-    model = build_partitioned(
-        files.directory, ds_config, dtype, run.loss_chunk_size, choices, device()
-    )
+    model = build_partitioned(files, ds_config, dtype, run.loss_chunk_size, choices, device())
     kind = optimizer_kind(ds_config)
     say(f"[init] optimizer {kind}")
+    say(f"[init] parameters: {summary(parameter_kinds(model))}; embeddings, norms and biases do "
+        "not decay")  # fmt: skip
     groups = parameter_groups(model, recipe.weight_decay)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=make_optimizer(kind, groups, recipe), config=ds_config
     )
     if dtype is torch.bfloat16:
-        count = restore_float32_masters(engine.module, files.directory)
+        count = restore_float32_masters(engine.module, files)
         if count:
             say(f"[init] {count} tensors of the model are float32: the masters keep their values")
     return engine
