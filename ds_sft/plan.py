@@ -232,7 +232,7 @@ def _check_apollo(recipe: Recipe, model: ModelFiles | None, notes: list[str]) ->
     """Say that the curve is another one; refuse a rank that leaves nothing low-rank."""
     if recipe.apollo is None:
         return
-    notes.append(f"optimizer {low_rank.in_words(recipe)}")
+    notes.append(f"optimizer {recipe.optimizer}: not Levanter's curve")
     if model is not None:
         low_rank.check(low_rank.by_name(model.shapes), recipe.apollo.rank)
 

@@ -125,6 +125,6 @@ def in_words(recipe: Recipe) -> str:
         return recipe.optimizer
     factor = "one factor a tensor" if settings.tensor_wise else "one factor a channel"
     return (
-        f"{recipe.optimizer} (not Levanter's curve): rank {settings.rank}, scale "
-        f"{settings.scale:g}, {factor}, a new projection every {settings.update_proj_gap} updates"
+        f"{recipe.optimizer}: rank {settings.rank}, scale {settings.scale:g}, {factor}, a new "
+        f"projection every {settings.update_proj_gap} updates"
     )
