@@ -33,7 +33,7 @@ from ds_sft.plan_data import (
     open_validation,
     token_range,
 )
-from ds_sft.recipe import cadence
+from ds_sft.recipe import cadence, low_rank
 from ds_sft.recipe.batching import BatchPlan
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
@@ -141,7 +141,8 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     tokenizer_dir = check_tokenizers(run, data, model, notes)
     _check_generation_config(run, model)
     note_template(recipe, data, notes)
-    recipe = recipe.replace(num_train_steps=final_steps(run, recipe, data.num_packs))
+    recipe = recipe.resolved().replace(num_train_steps=final_steps(run, recipe, data.num_packs))
+    _check_apollo(recipe, model, notes)
     schedule = Schedule.from_recipe(recipe, data.num_packs)
     batches = _batches(run, recipe, data, schedule.num_steps, world_size)
     validation = open_validation(run, data, model, world_size)
@@ -228,6 +229,15 @@ def _check_pair(
             f"{data.path} has rows of {data.max_seq_len} tokens, but {recipe.model_id} was made "
             f"for {longest} (max_position_embeddings): prepare with --max-seq-len {longest}"
         )
+
+
+def _check_apollo(recipe: Recipe, model: ModelFiles | None, notes: list[str]) -> None:
+    """Say that the curve is another one; refuse a rank that leaves nothing low-rank."""
+    if recipe.apollo is None:
+        return
+    notes.append(f"optimizer {recipe.optimizer}: not Levanter's curve")
+    if model is not None:
+        low_rank.check(low_rank.by_name(model.shapes), recipe.apollo.rank)
 
 
 def _check_generation_config(run: RunConfig, model: ModelFiles | None) -> None:

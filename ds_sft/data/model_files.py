@@ -64,6 +64,11 @@ class ModelFiles:
         return sum(math.prod(shape) for shape, _ in self.tensors.values())
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every trained parameter, by name."""
+        return {name: shape for name, (shape, _) in self.tensors.items()}
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
         return int(self.config["vocab_size"])
