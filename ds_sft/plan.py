@@ -35,6 +35,7 @@ from ds_sft.plan_data import (
 )
 from ds_sft.recipe import cadence, low_rank
 from ds_sft.recipe.batching import BatchPlan
+from ds_sft.recipe.entries import length_notes
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 from ds_sft.run import changes, resume
@@ -133,7 +134,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
             f"{data.path} holds no pack: run `ds-sft prepare` on input with usable rows"
         )
     note = presets.check_length(run.preset, data.max_seq_len, data.path, data.manifest)
-    notes += [note] if note else []
+    notes += [*([note] if note else []), *length_notes(run.recipe, data.max_seq_len)]
     model = find_model(recipe.model_id, run.allow_untested_architecture)
     if model is not None:
         notes += [*model.notes, *note_large_heads(run.attn_impl, model.head_sizes)]
