@@ -131,7 +131,7 @@ class RunConfig:
     wandb_id: str = ""
     """Fixed run id; default: one that is kept in the run directory."""
     dry_run: bool = False
-    """Print the plan and stop."""
+    """Print the plan, look into all files that training would read, and stop: exit code 0 or 2."""
 
     def __post_init__(self) -> None:
         if self.loss_chunk_size == 0 and not self.allow_full_logits:
