@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_sft import presets
+from ds_sft.data.geometry import note_large_heads
 from ds_sft.data.model_files import ModelFiles, find_model
 from ds_sft.data.order import run_order
 from ds_sft.data.packed import PackedDataset
@@ -32,8 +33,9 @@ from ds_sft.plan_data import (
     open_validation,
     token_range,
 )
-from ds_sft.recipe import cadence
+from ds_sft.recipe import cadence, low_rank
 from ds_sft.recipe.batching import BatchPlan
+from ds_sft.recipe.entries import length_notes
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 from ds_sft.run import changes, resume
@@ -132,13 +134,16 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
             f"{data.path} holds no pack: run `ds-sft prepare` on input with usable rows"
         )
     note = presets.check_length(run.preset, data.max_seq_len, data.path, data.manifest)
-    notes += [note] if note else []
-    model = find_model(recipe.model_id)
+    notes += [*([note] if note else []), *length_notes(run.recipe, data.max_seq_len)]
+    model = find_model(recipe.model_id, run.allow_untested_architecture)
+    if model is not None:
+        notes += [*model.notes, *note_large_heads(run.attn_impl, model.head_sizes)]
     _check_pair(data, model, recipe, notes)
     tokenizer_dir = check_tokenizers(run, data, model, notes)
     _check_generation_config(run, model)
     note_template(recipe, data, notes)
-    recipe = recipe.replace(num_train_steps=final_steps(run, recipe, data.num_packs))
+    recipe = recipe.resolved().replace(num_train_steps=final_steps(run, recipe, data.num_packs))
+    _check_apollo(recipe, model, notes)
     schedule = Schedule.from_recipe(recipe, data.num_packs)
     batches = _batches(run, recipe, data, schedule.num_steps, world_size)
     validation = open_validation(run, data, model, world_size)
@@ -226,6 +231,15 @@ def _check_pair(
             f"{data.path} has rows of {data.max_seq_len} tokens, but {recipe.model_id} was made "
             f"for {longest} (max_position_embeddings): prepare with --max-seq-len {longest}"
         )
+
+
+def _check_apollo(recipe: Recipe, model: ModelFiles | None, notes: list[str]) -> None:
+    """Say that the curve is another one; refuse a rank that leaves nothing low-rank."""
+    if recipe.apollo is None:
+        return
+    notes.append(f"optimizer {recipe.optimizer}: not Levanter's curve")
+    if model is not None:
+        low_rank.check(low_rank.by_name(model.shapes), recipe.apollo.rank)
 
 
 def _check_generation_config(run: RunConfig, model: ModelFiles | None) -> None:

@@ -45,11 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ending_at_once(), reporting():
         with rank_zero_first():
             run, recipe = parse_train(sys.argv[1:] if argv is None else argv)
-            if not run.dry_run:
-                _ = run.run_dir  # a missing --out is refused before anything heavy
+            _ = run.run_dir  # a missing --out is refused before anything heavy
             plan = check(run, recipe, int(os.environ.get("WORLD_SIZE", "1")))
             if run.dry_run:
-                return show(plan) if is_rank_zero() else None
+                return dry_run(plan) if is_rank_zero() else None
             if already_finished(plan):
                 return None
         stopping = Stopping(RunDir(run.run_dir).stop)
@@ -59,6 +58,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             code = train(plan, stopping, threads)
         if code:
             raise SystemExit(code)
+
+
+def dry_run(plan: Plan) -> None:
+    """Show the plan, then refuse what only a look into the files finds. Raises what a run would."""
+    from ds_sft.run import preflight
+
+    show(plan)
+    for line in preflight.check(plan):
+        print(f"[preflight] {line}", flush=True)
+    print("[preflight] passed", flush=True)
 
 
 @contextlib.contextmanager

@@ -256,7 +256,7 @@ def test_bad_questions_end_in_one_line(
     [
         (None, "config.json"),
         ("{", "cannot be read"),
-        ("[]", "cannot be read"),
+        ("[]", "is not a JSON object"),
         ('{"architectures": ["MixtralForCausalLM"]}', "mixture"),
         ('{"architectures": ["Qwen3ForCausalLM"]}', "has no 'hidden_size'"),
     ],

@@ -21,16 +21,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 from ds_sft.data.model_files import ModelFiles
 from ds_sft.engine import ops, swap_files
+from ds_sft.engine.apollo import Apollo, tensors_of
 from ds_sft.engine.config import optimizer_kind
 from ds_sft.errors import ConfigError
 from ds_sft.flags import RunConfig
 from ds_sft.model import attention, liger
+from ds_sft.model.kinds import parameter_kinds, summary
 from ds_sft.model.layers import LayerChoices
 from ds_sft.model.load import build_partitioned, parameter_groups, restore_float32_masters
-from ds_sft.recipe.decay import is_decayed
+from ds_sft.recipe import low_rank
 from ds_sft.recipe.recipe import Recipe
 
 
@@ -103,7 +106,7 @@ def build_engine(
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(recipe.trainer_seed)
     dtype = getattr(torch, recipe.compute_dtype)
-    kernel, why = attention.choose(run.attn_impl, device(), dtype)
+    kernel, why = attention.choose(run.attn_impl, device(), dtype, files.head_sizes)
     attention.register(kernel)
     say(f"[init] attention {kernel} ({why}), one segment per document")
     if run.no_loss_checkpoint:
@@ -112,17 +115,17 @@ def build_engine(
     ops.clear(ops.BUILDERS)
     ds_config = swap_files.claim(ds_config)
     model = build_partitioned(
-        files.directory, ds_config, dtype, run.loss_chunk_size, choices, device(),
+        files, ds_config, dtype, run.loss_chunk_size, choices, device(),
         random_weights=random_weights,
     )  # fmt: skip
-    kind = optimizer_kind(ds_config)
-    say(f"[init] optimizer {kind}")
-    groups = parameter_groups(model, is_decayed, recipe.weight_decay)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=make_optimizer(kind, groups, recipe), config=ds_config
-    )
+    say(f"[init] parameters: {summary(parameter_kinds(model))}")
+    groups = parameter_groups(model, recipe.weight_decay)
+    optimizer = choose_optimizer(ds_config, model, groups, recipe)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    if isinstance(optimizer, Apollo):
+        optimizer.attach(engine)
     if dtype is torch.bfloat16 and not random_weights:
-        count = restore_float32_masters(engine.module, files.directory)
+        count = restore_float32_masters(engine.module, files)
         if count:
             say(f"[init] {count} tensors of the model are float32: the masters keep their values")
     return engine
@@ -145,6 +148,22 @@ def layer_choices(run: RunConfig, files: ModelFiles) -> LayerChoices:
     for line in choices.lines(num_layers, hidden_size):
         say(f"[init] {line}")
     return choices
+
+
+def choose_optimizer(
+    ds_config: dict[str, Any], model: nn.Module, groups: list[dict[str, Any]], recipe: Recipe
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer, said once; with APOLLO, who takes which way. Raises ConfigError."""
+    if recipe.apollo is None:
+        kind = optimizer_kind(ds_config)
+        say(f"[init] optimizer {kind}")
+        return make_optimizer(kind, groups, recipe)
+    tensors = tensors_of(model)
+    low_rank.check(tensors, recipe.apollo.rank)
+    say(f"[init] optimizer {low_rank.in_words(recipe)}")
+    for line in low_rank.table(tensors, recipe.apollo.rank, dist.get_world_size()):
+        say(f"[init] {line}")
+    return Apollo(groups, tensors, recipe)
 
 
 def make_optimizer(

@@ -89,7 +89,20 @@ def engine_config(
     }
     if recipe.compute_dtype == "bfloat16":
         owned["bf16"] = {"enabled": True}
+    if recipe.apollo is not None:
+        _check_apollo(zero, where, recipe)
+        owned["zero_force_ds_cpu_optimizer"] = False
     return {**json_dict, **owned, "zero_optimization": zero}
+
+
+def _check_apollo(zero: dict[str, Any], where: str | Path, recipe: Recipe) -> None:
+    """Refuse swap files for a state of APOLLO: DeepSpeed swaps states as long as their weights."""
+    if zero.get("offload_optimizer", {}).get("device") == "nvme":
+        raise ConfigError(
+            f"{where}: `zero_optimization.offload_optimizer` on NVMe does not work with "
+            f"--optimizer {recipe.optimizer}, whose state is small: use "
+            "ds_configs/zero3_offload_optimizer.json, which keeps it in host memory"
+        )
 
 
 def optimizer_kind(ds_config: dict[str, Any]) -> str:

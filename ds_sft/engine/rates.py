@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_sft.data.geometry import width_times_context
 from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import DEFAULTS, GIB, Setup
 
@@ -107,10 +108,9 @@ def micro_flops(
     Source of the terms: PaLM (arXiv:2204.02311), appendix B.
     """
     layers = sum(n for name, n in setup.numels.items() if ".layers." in name)
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    width = heads * (config.get("head_dim") or hidden // heads)
-    attention = (6.0 + 2.0 * again) * config["num_hidden_layers"] * width * context
-    return tokens * ((6.0 + 2.0 * again) * layers + attention + 6.0 * config["vocab_size"] * hidden)
+    attention = width_times_context(config, [context])
+    head = 6.0 * config["vocab_size"] * config["hidden_size"]
+    return tokens * ((6.0 + 2.0 * again) * (layers + attention) + head)
 
 
 def seconds(setup: Setup, ds_config: Mapping[str, Any], rates: Rates, work: Work) -> Seconds:

@@ -21,6 +21,7 @@ from ds_sft.errors import ConfigError
 MAX_STEPS = 100_000_000
 MAX_ERA = 2**40
 LR_SCHEDULES = ("cosine", "linear", "constant", "inv_sqrt", "inv")
+OPTIMIZERS = ("adamw", "apollo", "apollo-mini")
 REFUSED_LEVANTER_FIELDS = ("cycles", "cycle_length", "cooldown", "rewarmup")
 
 
@@ -32,6 +33,20 @@ def _require(ok: bool, name: str, value: object, advice: str) -> None:
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is not known: use {', '.join(choices)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApolloSettings:
+    """How APOLLO updates; source of the values: arXiv:2412.05270."""
+
+    rank: int
+    """Columns of the projected gradient."""
+    scale: float
+    """An update is multiplied by the root of this."""
+    update_proj_gap: int
+    """Updates with one projection."""
+    tensor_wise: bool
+    """APOLLO-mini: one factor for a whole tensor, the scale before the growth limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +77,14 @@ class Recipe:
     """Adam: decay of the second moment."""
     eps: float = 1e-8
     """Adam: added to the root of the second moment."""
+    optimizer: str = "adamw"
+    """Optimizer: adamw (Levanter's), or apollo or apollo-mini, whose moments are low-rank."""
+    apollo_rank: int | None = None
+    """APOLLO: rank of the moments; none = 256, of apollo-mini 1."""
+    apollo_scale: float | None = None
+    """APOLLO: updates are multiplied by the root of this; none = 1.0, of apollo-mini 128."""
+    apollo_update_proj_gap: int | None = None
+    """APOLLO: updates until the next random projection; none = 200."""
     train_batch_size: int
     """Packs in one optimizer step, over all ranks."""
     loss_groups: int = 2
@@ -135,6 +158,7 @@ class Recipe:
                 f"order={self.order} with era_length={self.era_length}: order=levanter-era needs "
                 "the number of Levanter's `shuffle` as era_length, and no other order takes one"
             )
+        self._check_optimizer()
         _choice("lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.lr_schedule == "inv" and self.min_lr_ratio == 0:
             raise ConfigError("lr_schedule=inv divides by min_lr_ratio: use a min_lr_ratio above 0")
@@ -150,6 +174,43 @@ class Recipe:
                 f"train_batch_size={self.train_batch_size} cannot be split into "
                 f"{self.loss_groups} loss groups: use {' or '.join(near)}"
             )
+
+    def _check_optimizer(self) -> None:
+        _choice("optimizer", self.optimizer, OPTIMIZERS)
+        for name in ("apollo_rank", "apollo_scale", "apollo_update_proj_gap"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if self.optimizer == "adamw":
+                raise ConfigError(
+                    f"{name}={value} means nothing to optimizer=adamw: drop it, or use "
+                    "optimizer=apollo or apollo-mini"
+                )
+            _require(0 < value <= 2**31, name, value, "use a number above 0")
+
+    @property
+    def apollo(self) -> ApolloSettings | None:
+        """What APOLLO needs to know, defaults filled in; None for AdamW."""
+        if self.optimizer == "adamw":
+            return None
+        mini = self.optimizer == "apollo-mini"
+        return ApolloSettings(
+            rank=self.apollo_rank or (1 if mini else 256),
+            scale=self.apollo_scale or (128.0 if mini else 1.0),
+            update_proj_gap=self.apollo_update_proj_gap or 200,
+            tensor_wise=mini,
+        )
+
+    def resolved(self) -> Recipe:
+        """A copy that says APOLLO's defaults, so that records and comparisons hold the values."""
+        settings = self.apollo
+        if settings is None:
+            return self
+        return self.replace(
+            apollo_rank=settings.rank,
+            apollo_scale=settings.scale,
+            apollo_update_proj_gap=settings.update_proj_gap,
+        )
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with `changes`, checked again."""
@@ -216,5 +277,6 @@ def named_recipe(name: str) -> Recipe:
 def _fits(value: object, annotation: str) -> bool:
     if isinstance(value, bool):
         return False
-    accepted = {"int": (int,), "str": (str,)}.get(annotation, (int, float))
+    plain = annotation.removesuffix(" | None")
+    accepted = {"int": (int,), "str": (str,)}.get(plain, (int, float))
     return isinstance(value, accepted)

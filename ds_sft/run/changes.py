@@ -33,10 +33,14 @@ FREE_CONFIG = (
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
     "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
-PACKAGES = ("ds-sft", "deepspeed", "torch", "transformers", "safetensors", "numpy", "flash-attn")
+PACKAGES = (
+    "ds-sft", "deepspeed", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy",
+    "flash-attn", "liger-kernel",
+)  # fmt: skip
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
+STATE_FIELDS = ("optimizer", "apollo_rank")  # what an optimizer's state is made of
 DIGITS = 12  # of a hash, for a person to compare
 
 
@@ -106,12 +110,13 @@ def check(
     if missing:
         raise CheckpointError(f"{where / META_NAME} lacks {missing[0]}: it is not a whole marker")
     old = {"data": meta["data_manifest_sha256"][:DIGITS], **meta.get("fingerprint", {})}
-    old |= meta["recipe"]
+    old |= {"optimizer": "adamw", "apollo_rank": None, **meta["recipe"]}
     new = {**now, **dataclasses.asdict(recipe)}
     if model_config is not None:
         trained_from = meta["model"].get("config.json", {})
         _check_architecture(where, trained_from, model_config)
         old["model"], new["model"] = _other_config(trained_from, model_config)
+    _check_state(where, old, new)
     # An empty text is not known yet: the tokenizer of a model that is still on the Hub.
     changed = [n for n in new if n in old and new[n] not in (old[n], "") and n not in FREE_FIELDS]
     refused = [n for n in changed if n not in allow_change]
@@ -132,6 +137,20 @@ def check(
             f"{_lr(recipe, step):.6g} now"
         )
     return lines
+
+
+def _check_state(where: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuse, whatever is allowed, to go on with an optimizer that cannot read the state."""
+    before, now = (
+        f"--optimizer {f['optimizer']}" + (f" --apollo-rank {f['apollo_rank']}"
+                                           if f["apollo_rank"] else "")
+        for f in (old, new)
+    )  # fmt: skip
+    if any(old[name] != new[name] for name in STATE_FIELDS):
+        raise ConfigError(
+            f"{where} holds the state of {before}, which {now} cannot go on from: use {before}, or "
+            "another --out with its export as --model-id"
+        )
 
 
 def _lines_about_the_rest(point: ResumePoint, world_size: int) -> list[str]:

@@ -221,6 +221,7 @@ def start_wandb(run: RunConfig, run_dir: RunDir) -> Any:
         for group in ("train/*", "eval/*"):
             started.define_metric(group, step_metric="label")
         config = json.loads(run_dir.run_json.read_text())
+        config.pop("made_from", None)  # a hash for every file would drown the rest
         started.config.update(config, allow_val_change=True)
         return started
 

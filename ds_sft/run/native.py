@@ -3,7 +3,9 @@
 Owns the layout of a `step-N/` directory as DeepSpeed 0.19 writes it under ZeRO-3: each rank's
 `*_optim_states.pt` holds flat fp32 groups, in which the rank's parts of all parameters follow each
 other in the order of `param_shapes`. A parameter of n values is cut into W parts of ceil(n/W); the
-last ones are padded. Files are mapped, so that values are read only when they are asked for.
+last ones are padded. APOLLO's low-rank moments are rows of `rank` values, one row for each channel
+of a weight: C rows are cut into W parts of ceil(C/W). Files are mapped, so that values are read
+only when they are asked for.
 
 Leaves writing checkpoints and resuming from them to the checkpoint module.
 """
@@ -20,15 +22,29 @@ from typing import Any
 
 import torch
 
+from ds_sft.engine.apollo import MEMBERS, NORM, PROJECTED
 from ds_sft.errors import CheckpointError
+from ds_sft.recipe import low_rank
 from ds_sft.run.hf_format import ExportSource, read_json_object
 from ds_sft.run.marker import META_NAME, read_meta
 from ds_sft.run.seal import check_hashes, check_sizes
 
 MASTERS = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = {MASTERS: "master values", **{m: f"{m} values" for m in MOMENTS}}
+KINDS = {MASTERS: "master values", **{m: f"{m} values" for m in (*MOMENTS, *PROJECTED)}}
 _RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Where the values of one parameter lie in the chain of a rank's flat groups."""
+
+    numel: int
+    """Values over all ranks, without padding."""
+    part: int
+    """Values of a rank, padding included."""
+    offset: int
+    """Of the first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +57,12 @@ class NativeCheckpoint:
     """Its meta.json."""
     shapes: dict[str, tuple[int, ...]]
     """Shape of each parameter by Hugging Face name, in the order of the flat groups."""
-    offsets: dict[str, int]
-    """Where each parameter's part begins in the chain of a rank's flat groups."""
+    low_rank: dict[str, int]
+    """Rank of the moments of each parameter that APOLLO gave low-rank ones, by name."""
+    norms: dict[str, torch.Tensor]
+    """Norm of the last update of each of these, which limits the next one [1]."""
+    extents: dict[str, dict[str, Extent]]
+    """By kind, for each parameter that has it, where its values are."""
     buffers: dict[str, torch.Tensor]
     """Persistent buffers by name (few models have any)."""
     flat_groups: dict[str, list[list[torch.Tensor]]]
@@ -89,32 +109,49 @@ class NativeCheckpoint:
             for name, shape in group.items()
         }
         module = model_states["module"]
-        flat_groups: dict[str, list[list[torch.Tensor]]] = {k: [] for k in (MASTERS, *MOMENTS)}
-        steps: set[int] = set()
+        states = [load_states(file)["optimizer_state_dict"]
+                  for file in rank_files(path, "optim", world_size)]  # fmt: skip
+        per_rank = [[s for _, s in sorted(_base_states(state).items())] for state in states]
+        members = [{n: r for group in groups for n, r in group.get(MEMBERS, {}).items()}
+                   for groups in per_rank]  # fmt: skip
+        if any(ranks != members[0] for ranks in members):
+            raise CheckpointError(f"{path} has files of several runs: their moments differ in kind")
+        kinds = (*MOMENTS, *(PROJECTED if members[0] else ()))
+        flat_groups = {MASTERS: [state["fp32_flat_groups"] for state in states]}
+        flat_groups |= {k: [[group[k] for group in groups] for groups in per_rank] for k in kinds}
+        extents = {kind: _extents(kind, shapes, members[0], world_size) for kind in flat_groups}
+        steps = {int(group["step"]) for groups in per_rank for group in groups}
         for rank, file in enumerate(rank_files(path, "optim", world_size)):
-            states = load_states(file)["optimizer_state_dict"]
-            flat_groups[MASTERS].append(states["fp32_flat_groups"])
-            adam_states = states.get("optimizer_state_dict", {}).get("state", {})
-            adam = [state for _, state in sorted(adam_states.items())]
-            steps |= {int(state["step"]) for state in adam}
             if not all(0 <= step <= meta["completed"] for step in steps):
                 raise CheckpointError(
                     f"{file} has Adam at step {max(steps)} of {meta['completed']} completed ones: "
                     "it is of another run"
                 )
-            for key in MOMENTS:
-                flat_groups[key].append([state[key] for state in adam])
-            for key in flat_groups if adam else (MASTERS,):
-                _check_total(file, rank, key, flat_groups[key][rank], shapes, world_size)
+            for kind in flat_groups if per_rank[rank] else (MASTERS,):
+                _check_total(file, rank, kind, flat_groups[kind][rank], extents[kind])
         return cls(
             path=path,
             meta=meta,
             shapes=shapes,
-            offsets=_offsets(shapes, world_size),
+            low_rank=members[0],
+            norms={
+                name: norm
+                for group in per_rank[0]
+                for name, norm in zip(group.get(MEMBERS, {}), group.get(NORM, ()), strict=True)
+            },
+            extents=extents,
             buffers={name: module[name] for name in model_states["buffer_names"]},
             flat_groups=flat_groups,
             adam_step=max(steps, default=0),
         )
+
+    def extents_for(self, kind: str, world_size: int) -> dict[str, Extent]:
+        """Where the values of a kind would lie with another number of ranks."""
+        return _extents(kind, self.shapes, self.low_rank, world_size)
+
+    def moments(self, name: str) -> tuple[str, ...]:
+        """The kinds of moments that parameter `name` has."""
+        return PROJECTED if name in self.low_rank else MOMENTS
 
     def part(self, name: str, start: int, size: int, kind: str) -> torch.Tensor:
         """`size` values of a flat parameter from `start` on, with zeros beyond its end [size]."""
@@ -129,11 +166,11 @@ class NativeCheckpoint:
 
     def pieces(self, name: str, kind: str = MASTERS) -> Iterator[torch.Tensor]:
         """Yield the fp32 values of one parameter in row-major order, as slices of the files."""
-        left = math.prod(self.shapes[name])
-        part = math.ceil(left / self.world_size)
+        extent = self.extents[kind][name]
+        left = extent.numel
         for groups in self.flat_groups[kind]:
-            start = self.offsets[name]
-            wanted = min(part, left)
+            start = extent.offset
+            wanted = min(extent.part, left)
             left -= wanted
             for group in groups:
                 if wanted and start < group.numel():
@@ -203,26 +240,39 @@ def load_states(file: Path) -> dict[str, Any]:
     return states
 
 
-def _offsets(shapes: dict[str, tuple[int, ...]], world_size: int) -> dict[str, int]:
-    """Return the running sum of the lengths of all parameters' parts."""
-    offsets = {}
-    total = 0
+def _base_states(zero: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """State of the base optimizer by sub-group; empty before the first update."""
+    states: dict[int, dict[str, Any]] = zero.get("optimizer_state_dict", {}).get("state", {})
+    return states
+
+
+def _extents(
+    kind: str, shapes: dict[str, tuple[int, ...]], members: dict[str, int], world_size: int
+) -> dict[str, Extent]:
+    """Of every parameter that has values of this kind; the offset is the sum of all parts before.
+
+    Every parameter has a master, and moments of one kind or the other.
+    """
+    found: dict[str, Extent] = {}
+    offset = 0
     for name, shape in shapes.items():
-        offsets[name] = total
-        total += math.ceil(math.prod(shape) / world_size)
-    return offsets
+        numel = math.prod(shape)
+        part = -(-numel // world_size)
+        if kind in PROJECTED and name in members:
+            numel = max(shape) * members[name]
+            part = low_rank.channels(shape, world_size) * members[name]
+        elif kind != MASTERS and (kind in PROJECTED) != (name in members):
+            continue
+        found[name] = Extent(numel=numel, part=part, offset=offset)
+        offset += part
+    return found
 
 
 def _check_total(
-    file: Path,
-    rank: int,
-    kind: str,
-    groups: list[torch.Tensor],
-    shapes: dict[str, tuple[int, ...]],
-    world_size: int,
+    file: Path, rank: int, kind: str, groups: list[torch.Tensor], extents: dict[str, Extent]
 ) -> None:
     """Check that a rank's flat groups hold exactly its parts of all parameters."""
-    wanted = sum(math.ceil(math.prod(shape) / world_size) for shape in shapes.values())
+    wanted = sum(extent.part for extent in extents.values())
     found = sum(group.numel() for group in groups)
     if found == wanted:
         return

@@ -14,7 +14,6 @@ weight decay are the recipe's, never the file's.
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ds_sft.data.sealed import sealed_json
+from ds_sft.engine.apollo import MEMBERS, NORM, Apollo
 from ds_sft.errors import CheckpointError
 from ds_sft.model.partitions import resident_sub_groups
 from ds_sft.run.atomic import atomic_directory
@@ -41,15 +41,20 @@ def load(engine: Any, native: NativeCheckpoint) -> None:
     never_updated = native.meta.get("dropped_updates", [0])[0] == native.meta["completed"]
     if native.adam_step == 0 and not never_updated:
         raise CheckpointError(f"{native.path} holds no optimizer state: it cannot be gone on from")
+    optimizer = zero.optimizer
+    if isinstance(optimizer, Apollo) and native.adam_step:
+        optimizer.require_same(native.low_rank, native.path)
     zero.checkpoint_event_prologue()  # everything partitioned, small parameters too
     for index, flat in resident_sub_groups(zero):
-        moments = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
-        for param in zero.fp16_groups[index]:
-            _, offset, size = zero.grad_position[zero.get_param_id(param)]
+        places = {names[param]: zero.grad_position[zero.get_param_id(param)][1:]
+                  for param in zero.fp16_groups[index]}  # fmt: skip
+        for name, (offset, size) in places.items():
             start = dist.get_rank() * size
-            for key, whole in {MASTERS: flat.data, **moments}.items():
-                whole.narrow(0, offset, size).copy_(native.part(names[param], start, size, key))
-        zero.optimizer.state[flat] = {"step": _step(zero.optimizer, native, flat), **moments}
+            flat.data.narrow(0, offset, size).copy_(native.part(name, start, size, MASTERS))
+        if isinstance(optimizer, Apollo):
+            optimizer.state[flat] = _apollo_state(optimizer, native, flat)
+        else:
+            optimizer.state[flat] = _adam_state(optimizer, native, flat, places)
         # The weights of the forward pass are the masters, rounded and put away as after an update.
         zero._reassign_or_swap_out_partitioned_parameters(index)
     zero.invalidate_secondary_tensor()  # hpZ's copies, made from other weights
@@ -100,22 +105,48 @@ def _write_rank(
     groups = [list(shapes) for shapes in model["param_shapes"]]
 
     def flat(kind: str, names: list[str]) -> torch.Tensor:
-        sizes = {name: -(-math.prod(native.shapes[name]) // world_size) for name in names}
-        return torch.cat([native.part(n, rank * size, size, kind) for n, size in sizes.items()])
+        held = native.extents_for(kind, world_size)
+        sizes = {name: held[name].part for name in names if name in held}
+        parts = [native.part(name, rank * size, size, kind) for name, size in sizes.items()]
+        return torch.cat(parts) if parts else torch.zeros(0)
 
     zero = optim["optimizer_state_dict"]
     zero["partition_count"] = world_size
     zero["fp32_flat_groups"] = [flat(MASTERS, names) for names in groups]
     for state, names in zip(zero["optimizer_state_dict"]["state"].values(), groups, strict=True):
-        state.update({kind: flat(kind, names) for kind in MOMENTS})
+        state.update({kind: flat(kind, names) for kind in native.flat_groups if kind != MASTERS})
     model["dp_world_size"] = world_size
     for kind, states in (("model", model), ("optim", optim)):
         name = old_rank_0[kind].name.replace("_rank_0_", f"_rank_{rank}_", 1)
         torch.save(states, to / name)
 
 
-def _step(optimizer: Any, native: NativeCheckpoint, flat: torch.Tensor) -> int | torch.Tensor:
-    """Adam's step count in the form that this optimizer keeps; each sub-group has its own."""
+def _adam_state(
+    optimizer: Any, native: NativeCheckpoint, flat: torch.Tensor, places: dict[str, Any]
+) -> dict[str, Any]:
+    """Both moments of a sub-group, which lie as its masters do, and the count of updates."""
+    moments = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
+    for key, whole in moments.items():
+        for name, (offset, size) in places.items():
+            start = dist.get_rank() * size
+            whole.narrow(0, offset, size).copy_(native.part(name, start, size, key))
+    step: int | torch.Tensor = native.adam_step  # each sub-group has its own
     if isinstance(optimizer, torch.optim.AdamW):
-        return torch.tensor(float(native.adam_step), device=flat.device)
-    return native.adam_step
+        step = torch.tensor(float(step), device=flat.device)
+    return {"step": step, **moments}
+
+
+def _apollo_state(
+    optimizer: Apollo, native: NativeCheckpoint, flat: torch.Tensor
+) -> dict[str, Any]:
+    """Moments, norms and the count of updates of a sub-group."""
+    state = optimizer.fresh_state(flat)
+    if not native.adam_step:
+        return state
+    state["step"] = native.adam_step
+    for key, name, offset, size in optimizer.slices(flat):
+        values = native.part(name, dist.get_rank() * size, size, key)
+        state[key].narrow(0, offset, size).copy_(values)
+    for norm, name in zip(state[NORM], state[MEMBERS], strict=True):
+        norm.copy_(native.norms[name])
+    return state

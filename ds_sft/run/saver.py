@@ -112,8 +112,8 @@ class Saver:
             checkpoint.discard_leftovers(parent)
         self.dir.finished.unlink(missing_ok=True)
         manifest.write_run_json(
-            self.dir, self.run, self.recipe, self.ds_config, self.data,
-            world_size=dist.get_world_size(), first_step=first,
+            self.dir, self.run, self.recipe, self.ds_config, self.data, self.model,
+            self.source.tokenizer_dir, world_size=dist.get_world_size(), first_step=first,
         )  # fmt: skip
 
     def _on_rank_zero(self, decide: Callable[[], bool]) -> bool:

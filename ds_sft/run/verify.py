@@ -30,7 +30,7 @@ from ds_sft.run.atomic import PARTIAL_SUFFIX
 from ds_sft.run.hf_format import check_source, read_json_object
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.marker import META_NAME
-from ds_sft.run.native import MASTERS, MOMENTS, NativeCheckpoint, load_states, rank_files
+from ds_sft.run.native import MASTERS, NativeCheckpoint, load_states, rank_files
 from ds_sft.run.verify_export import verify_export
 
 
@@ -118,7 +118,7 @@ def verify_native(path: Path) -> list[str]:
     numel = 0
     for name in checkpoint.shapes:  # not the padding of the last rank, which DeepSpeed never writes
         numel += math.prod(checkpoint.shapes[name])
-        for kind in (MASTERS, *(MOMENTS if checkpoint.adam_step else ())):
+        for kind in (MASTERS, *(checkpoint.moments(name) if checkpoint.adam_step else ())):
             if not all(map(_is_finite, checkpoint.pieces(name, kind))):
                 what = "the master" if kind == MASTERS else kind
                 raise CheckpointError(f"{path}: {what} of {name} is not finite")

@@ -48,7 +48,9 @@ def leaky_attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Causal over the whole row: what transformers does when it is not told of the documents."""
     length = query.shape[2]
-    return _per_document(query, key, value, scaling, [length], torch.tensor([0]), length), None
+    return _per_document(
+        query, key, value, scaling, None, [length], torch.tensor([0]), length
+    ), None
 
 
 @contextlib.contextmanager
