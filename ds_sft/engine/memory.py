@@ -15,6 +15,7 @@ from typing import Any
 
 from ds_sft.engine import gathering
 from ds_sft.engine.gathering import EMBEDDING, HEAD, LAYERS
+from ds_sft.recipe import low_rank
 
 GIB = 2**30
 CONTEXT = int(0.6 * GIB)  # CUDA context, cuBLAS workspace, kernels
@@ -145,6 +146,8 @@ class Setup:
     """Of one element in forward and backward: 2 or 4."""
     reduce_bytes: int
     """Of one element while gradients are summed over ranks: 2 or 4."""
+    moments: int | None = None
+    """Elements of each of the two moments of one rank with APOLLO; None = AdamW: all it owns."""
 
     @property
     def total(self) -> int:
@@ -159,6 +162,11 @@ class Setup:
     def own(self) -> int:
         """Elements that one rank owns."""
         return sum(map(self.part, self.numels.values()))
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of both moments of one rank."""
+        return 8 * (self.own if self.moments is None else self.moments)
 
 
 def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -> Need:
@@ -175,7 +183,9 @@ def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -
         host_buffers=(host[1] + inputs * (size + _rounding(size, pinned=True))) * here,
         host_processes=PROCESS * here + min(5 * 10**9, 2 * setup.total),
         nvme=swapped * setup.own * here,
-        checkpoint=12 * setup.total,
+        checkpoint=4 * setup.total + setup.moment_bytes * setup.world_size
+        if setup.moments
+        else 12 * setup.total,
         export=2 * setup.total,
     )
 
@@ -231,6 +241,8 @@ def _phase(setup: Setup, zero: Mapping[str, Any], acts: Activations, phase: str)
         part = setup.part(largest)
         sub_group = min(setup.own, zero["sub_group_size"] + part)
         working = max(4 * sub_group, 8 * part)  # its flat gradient; a norm in float64
+        if setup.moments:  # gradients projected and reduced, their direction, a root
+            working += 4 * 4 * min(low_rank.BUCKET, setup.moments * setup.world_size)
     elif phase == EXPORT:
         working = 8 * largest  # one whole master at a time, and the copy that is written
     moving = kept + working + gathered + copies
@@ -239,7 +251,7 @@ def _phase(setup: Setup, zero: Mapping[str, Any], acts: Activations, phase: str)
         phase=phase,
         parameters=setup.compute_bytes * (setup.own if params_here else 0) + resident,
         gradients=4 * setup.own if optimizer_here else 0,
-        optimizer=12 * setup.own if optimizer_here else 0,
+        optimizer=4 * setup.own + setup.moment_bytes if optimizer_here else 0,
         activations=kept,
         working=working,
         gathered=gathered,
@@ -293,7 +305,7 @@ def _host(setup: Setup, zero: Mapping[str, Any]) -> tuple[int, int]:
     pinned = optimizer.get("pin_memory", True)
     if home == "cpu":
         # Masters, two moments, the sum over microbatches, and the gradient that Adam reads.
-        states += 20 * own
+        states += 12 * own + setup.moment_bytes
         buffers += 2 * _rounding(4 * own, pinned)
     elif home == "nvme":
         states += 4 * own

@@ -116,3 +116,16 @@ def test_too_little_host_memory_is_said_with_the_json_that_needs_less(
         "has 20.0 GB: "
     )
     assert said.endswith("use " + str(SHIPPED / "zero3_offload_optimizer_nvme.json"))
+
+
+def test_with_apollo_the_moments_are_few_and_swapping_is_no_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "memory_limit", lambda: (20 * 10**9, "container"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    path = SHIPPED / "zero3_offload_optimizer.json"
+    values = json.loads(path.read_text())
+    assert placement.host_bytes(values, model(1000), 1, moments=10) == 8 * 1000 + 8 * 10
+    assert placement.note_host_memory(path, values, model(1_200_000_000), 1, moments=10**8) == ""
+    said = placement.note_host_memory(path, values, model(3 * 10**9), 1, moments=10**8)
+    assert said.endswith("the container has 20.0 GB")
