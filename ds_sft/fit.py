@@ -52,6 +52,10 @@ class FitFlags:
     """Precision of forward and backward."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which gradients are summed over ranks."""
+    optimizer: Literal["adamw", "apollo", "apollo-mini"] = "adamw"
+    """As in training: moments of every parameter, or low-rank ones."""
+    apollo_rank: int | None = None
+    """As in training: rank of the moments; none = 256, of apollo-mini 1."""
     loss_chunk_size: int = 2048
     """Tokens per chunk of the cross-entropy."""
     recompute_every: int = 1
@@ -115,6 +119,7 @@ def run(flags: FitFlags) -> None:
     machine = machine_of(flags)
     machine_rates = rates_of(flags, machine)
     question = Question(model=model, flags=flags, activations=measured(model.config, flags))
+    question.check_optimizer()
     jsons, refused = usable(question, jsons)
     rows = compare(question, jsons, machine, machine_rates)
     probed = fit_probe.probe(question, jsons, machine, machine_rates) if flags.probe else []

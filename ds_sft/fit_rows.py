@@ -18,6 +18,7 @@ from ds_sft.engine.config import engine_config
 from ds_sft.engine.memory import Activations, Need, Setup
 from ds_sft.engine.rates import Rates, Seconds, Work
 from ds_sft.errors import ConfigError
+from ds_sft.recipe import low_rank
 from ds_sft.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -52,15 +53,18 @@ class Question:
 
     def setup(self, world_size: int | None = None) -> Setup:
         """Sizes for the arithmetic."""
+        world_size = world_size or self.flags.world_size
         return Setup(
             numels={name: math.prod(shape) for name, (shape, _) in self.model.tensors.items()},
             tied=self.model.tied,
-            world_size=world_size or self.flags.world_size,
+            world_size=world_size,
             gpus_per_node=self.flags.gpus_per_node,
             compute_bytes=2 if self.flags.compute_dtype == "bfloat16" else 4,
             reduce_bytes=2 if self.flags.grad_reduce_dtype == "bfloat16" else 4,
+            moments=low_rank.moments_of(self.model.shapes, self.recipe, world_size),
         )
 
+    @property
     def recipe(self) -> Recipe:
         """What was asked, as a recipe; the rest moves neither memory nor speed."""
         return Recipe(
@@ -68,12 +72,18 @@ class Question:
             train_batch_size=self.flags.train_batch_size,
             compute_dtype=self.flags.compute_dtype,
             grad_reduce_dtype=self.flags.grad_reduce_dtype,
+            optimizer=self.flags.optimizer, apollo_rank=self.flags.apollo_rank,
         )  # fmt: skip
+
+    def check_optimizer(self) -> None:
+        """Raise ConfigError for a rank that training would refuse."""
+        if self.recipe.apollo is not None:
+            low_rank.check(low_rank.by_name(self.model.shapes), self.recipe.apollo.rank)
 
     def config(self, json_dict: dict[str, Any], where: str, world_size: int) -> dict[str, Any]:
         """The complete DeepSpeed configuration. Raises ConfigError."""
         return engine_config(
-            json_dict, where, self.recipe(), world_size=world_size,
+            json_dict, where, self.recipe, world_size=world_size,
             per_device_batch=self.flags.per_device_batch,
         )  # fmt: skip
 

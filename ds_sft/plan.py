@@ -151,7 +151,10 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         check_place(run.out, run.data, None if model is None else model.directory)
     swap_files.check(ds_config, model, world_size)
     if model is not None:
-        warning = note_host_memory(run.deepspeed_config, ds_config, model, world_size)
+        warning = note_host_memory(
+            run.deepspeed_config, ds_config, model, world_size,
+            moments=low_rank.moments_of(model.shapes, recipe, world_size),
+        )  # fmt: skip
         notes += [warning] if warning else []
     point = _check_resume(run, recipe, data, model, tokenizer_dir, world_size, notes)
     _note_oddities(run, recipe, schedule, batches, model, notes)
@@ -308,7 +311,7 @@ def _note_oddities(
             f"{batches.world_size} ranks x {batches.per_device_batch}"
         )
     if model is not None:
-        share = 12 * model.num_parameters / batches.world_size / 1e9
+        share = low_rank.checkpoint_bytes(model.shapes, recipe) / batches.world_size / 1e9
         if share > SECONDS_AFTER_SIGTERM * ASSUMED_GB_PER_SECOND:
             notes.append(
                 f"a checkpoint is {share:.0f} GB a rank, more than a launcher waits for after a "

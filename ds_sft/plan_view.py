@@ -121,6 +121,7 @@ def _engine_rows(said: dict[str, Any]) -> list[tuple[str, str]]:
         ("clipping", f"global norm {clip:g}" if clip else "off"),
         ("optimizer", f"{said['optimizer']}, betas {recipe['beta1']:g} {recipe['beta2']:g}, eps "
          f"{recipe['eps']:g}, weight decay {recipe['weight_decay']:g}"),
+        *(("", line) for line in said["routes"]),
         ("offload", ", ".join(f"{k} to {v}" for k, v in homes.items() if v != "none") or "none"),
     ]  # fmt: skip
 

@@ -21,6 +21,7 @@ from ds_sft.errors import ConfigError
 from ds_sft.fit import FitFlags, measured, model_of, read_configs
 from ds_sft.fit_machine import parse_size
 from ds_sft.fit_rows import Machine, Question, compare, fitting, shortages, usable
+from ds_sft.recipe import low_rank
 from ds_sft.recipe.recipe import RECIPES
 
 GIB = memory.GIB
@@ -314,3 +315,27 @@ def test_a_plan_says_what_the_run_needs(
     assert "a GPU at its peak" in out
     cli.main(["plan", *map(str, words)])
     assert "a GPU at its peak" not in capsys.readouterr().out
+
+
+def test_fit_and_plan_know_the_bytes_of_apollos_state(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = low_rank.by_name(model_of(str(tiny_model)).shapes)
+    parameters = sum(t.numel for t in tensors.values())
+    moments = low_rank.moment_numel(tensors, 8, 1)
+    apollo = ["--optimizer", "apollo", "--apollo-rank", "8"]
+    words = [*map(str, harness.flags(tiny_model, tiny_data, tmp_path / "out")), *apollo]
+    cli.main(["plan", *words, "--memory", "--json"])
+    said = json.loads(capsys.readouterr().out)["memory"]
+    assert said["gpu"]["optimizer"] == 4 * parameters + 8 * moments
+    card = ["--gpu-memory", "24GiB", "--host-memory", "64GiB", "--max-seq-len", "64", "--json"]
+    cli.main(["fit", "--model-id", str(tiny_model), *card, *apollo])
+    found = json.loads(capsys.readouterr().out)
+    by_name = {row["name"]: row for row in found["configurations"]}
+    assert by_name["zero3"]["gpu"]["optimizer"] == 4 * parameters + 8 * moments
+    assert by_name["zero3"]["checkpoint"] == 4 * parameters + 8 * moments
+    assert not any("nvme" in name for name in by_name)
+    assert any("on NVMe does not work with --optimizer apollo" in line for line in found["refused"])
+    with pytest.raises(SystemExit):
+        cli.main(["fit", "--model-id", str(tiny_model), *card, *apollo[:2]])
+    assert "use at most --apollo-rank 63" in capsys.readouterr().err

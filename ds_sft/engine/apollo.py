@@ -31,14 +31,13 @@ from ds_sft.engine import apollo_maths as maths
 from ds_sft.errors import CheckpointError
 from ds_sft.model.loss import LossHead
 from ds_sft.recipe import low_rank
-from ds_sft.recipe.low_rank import LOW_RANK, Tensor
+from ds_sft.recipe.low_rank import BUCKET, LOW_RANK, Tensor
 from ds_sft.recipe.recipe import ApolloSettings, Recipe
 
 DENSE = ("exp_avg", "exp_avg_sq")
 PROJECTED = ("low_rank_exp_avg", "low_rank_exp_avg_sq")
 NORM = "update_norm"
 MEMBERS = "low_rank"
-BUCKET = 1 << 24  # elements: 64 MiB, a layer of an 8B model at rank 256
 GENERATORS = 4  # threads that make projections; torch makes one matrix on one core
 
 

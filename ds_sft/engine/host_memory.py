@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Of a parameter, float32: master, two moments, the sum over microbatches, and the gradient that
 # Adam reads.
 OFFLOADED_BYTES = 20
+MOMENT_BYTES = 8
 SUM_BYTES = 4
 
 
@@ -43,7 +44,7 @@ def of_rank(setup: Setup, zero: Mapping[str, Any]) -> HostBytes:
     home, own, compute = device(zero, "offload_optimizer"), setup.own, setup.compute_bytes
     pinned = optimizer.get("pin_memory", True)
     if home == "cpu":
-        states += OFFLOADED_BYTES * own
+        states += (OFFLOADED_BYTES - MOMENT_BYTES) * own + setup.moment_bytes
         buffers += 2 * rounding(SUM_BYTES * own, pinned)
     elif home == "nvme":
         states += SUM_BYTES * own

@@ -17,6 +17,7 @@ from typing import Any
 from ds_sft.engine import gathering, host_memory
 from ds_sft.engine.gathering import EMBEDDING, HEAD, LAYERS
 from ds_sft.engine.host_memory import device, rounding
+from ds_sft.recipe import low_rank
 
 GIB = 2**30
 CONTEXT = int(0.6 * GIB)  # CUDA context, cuBLAS workspace, kernels
@@ -147,6 +148,8 @@ class Setup:
     """Of one element in forward and backward: 2 or 4."""
     reduce_bytes: int
     """Of one element while gradients are summed over ranks: 2 or 4."""
+    moments: int | None = None
+    """Elements of each of the two moments of one rank with APOLLO; None = AdamW: all it owns."""
 
     @property
     def total(self) -> int:
@@ -161,6 +164,11 @@ class Setup:
     def own(self) -> int:
         """Elements that one rank owns."""
         return sum(map(self.part, self.numels.values()))
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of both moments of one rank."""
+        return 8 * (self.own if self.moments is None else self.moments)
 
 
 def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -> Need:
@@ -177,7 +185,9 @@ def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -
         host_buffers=(host.buffers + inputs * (size + rounding(size, pinned=True))) * here,
         host_processes=PROCESS * here + min(5 * 10**9, 2 * setup.total),
         nvme=swapped * setup.own * here,
-        checkpoint=12 * setup.total,
+        checkpoint=4 * setup.total + setup.moment_bytes * setup.world_size
+        if setup.moments
+        else 12 * setup.total,
         export=2 * setup.total,
     )
 
@@ -228,6 +238,8 @@ def _phase(setup: Setup, zero: Mapping[str, Any], acts: Activations, phase: str)
         part = setup.part(largest)
         sub_group = min(setup.own, zero["sub_group_size"] + part)
         working = max(4 * sub_group, 8 * part)  # its flat gradient; a norm in float64
+        if setup.moments:  # gradients projected and reduced, their direction, a root
+            working += 4 * 4 * min(low_rank.BUCKET, setup.moments * setup.world_size)
     elif phase == EXPORT:
         working = 8 * largest  # one whole master at a time, and the copy that is written
     moving = kept + working + gathered + copies
@@ -236,7 +248,7 @@ def _phase(setup: Setup, zero: Mapping[str, Any], acts: Activations, phase: str)
         phase=phase,
         parameters=setup.compute_bytes * (setup.own if params_here else 0) + resident,
         gradients=4 * setup.own if optimizer_here else 0,
-        optimizer=12 * setup.own if optimizer_here else 0,
+        optimizer=4 * setup.own + setup.moment_bytes if optimizer_here else 0,
         activations=kept,
         working=working,
         gathered=gathered,

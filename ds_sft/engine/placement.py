@@ -46,9 +46,16 @@ def devices(config: dict[str, Any]) -> tuple[str, str]:
     return host_memory.device(zero, "offload_optimizer"), host_memory.device(zero, "offload_param")
 
 
-def next_json(current: Path, config: dict[str, Any], short: Memory) -> Path | None:
-    """The file beside `current` that needs less of the memory that is short; None if none does."""
+def next_json(
+    current: Path, config: dict[str, Any], short: Memory, swaps: bool = True
+) -> Path | None:
+    """The file beside `current` that needs less of the memory that is short; None if none does.
+
+    Without `swaps` the optimizer's state cannot be on NVMe.
+    """
     for wanted in _NEXT[short].get(devices(config), []):
+        if wanted[0] == "nvme" and not swaps:
+            continue
         # The plainest of several: its name says only what moves.
         for path in sorted(current.parent.glob("*.json"), key=lambda p: (len(p.name), p.name)):
             if path.resolve() != current.resolve() and devices_of_file(path) == wanted:
@@ -65,8 +72,13 @@ def devices_of_file(path: Path) -> tuple[str, str] | None:
         return None  # somebody's notes
 
 
-def host_bytes(config: dict[str, Any], model: ModelFiles, world_size: int) -> int:
-    """Host memory that the offloaded states of this host's ranks take, with their buffers."""
+def host_bytes(
+    config: dict[str, Any], model: ModelFiles, world_size: int, moments: int | None = None
+) -> int:
+    """Host memory that the offloaded states of this host's ranks take, with their buffers.
+
+    `moments` is how many elements each moment of a rank has with APOLLO; None = AdamW.
+    """
     ranks = machine.local_ranks(world_size)
     setup = Setup(
         numels={name: math.prod(shape) for name, (shape, _) in model.tensors.items()},
@@ -75,20 +87,25 @@ def host_bytes(config: dict[str, Any], model: ModelFiles, world_size: int) -> in
         gpus_per_node=ranks,
         compute_bytes=2 if config.get("bf16", {}).get("enabled") else 4,
         reduce_bytes=4,  # of the GPU
+        moments=moments,
     )
     needed = host_memory.of_rank(setup, {**DEFAULTS, **config["zero_optimization"]})
     return ranks * (needed.states + needed.buffers)
 
 
 def note_host_memory(
-    current: Path, config: dict[str, Any], model: ModelFiles, world_size: int
+    current: Path,
+    config: dict[str, Any],
+    model: ModelFiles,
+    world_size: int,
+    moments: int | None = None,
 ) -> str:
     """A warning if what this host's ranks offload does not fit into its memory; else empty."""
-    needed = host_bytes(config, model, world_size)
+    needed = host_bytes(config, model, world_size, moments)
     limit, whose = machine.memory_limit()
     if needed <= CAREFUL_SHARE * limit:
         return ""
-    instead = next_json(current, config, "host")
+    instead = next_json(current, config, "host", swaps=moments is None)
     advice = f": use {instead}" if instead else ""
     ranks = machine.local_ranks(world_size)
     return (

@@ -115,8 +115,6 @@ def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
-
-
 def _rebuild_buffers(causal_lm: nn.Module) -> None:
     """Compute rotary frequencies again, in float32.
 

@@ -20,6 +20,9 @@ from ds_sft.recipe.recipe import Recipe
 Shape = tuple[int, ...]
 LINEAR = "linear"
 LOW_RANK = "low-rank"
+BUCKET = 1 << 24
+"""Elements of projected gradient that are in memory at a time, or one tensor's if that is more:
+64 MiB, a layer of an 8B model at rank 256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,22 @@ def moment_numel(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> i
         else:
             total += -(-tensor.numel // world_size)
     return total
+
+
+def moments_of(shapes: Mapping[str, Shape], recipe: Recipe, world_size: int) -> int | None:
+    """`moment_numel` of APOLLO for a list of names and shapes; None with AdamW."""
+    if recipe.apollo is None:
+        return None
+    return moment_numel(by_name(shapes), recipe.apollo.rank, world_size)
+
+
+def checkpoint_bytes(shapes: Mapping[str, Shape], recipe: Recipe) -> int:
+    """Of a native checkpoint under ZeRO-3: float32 masters and two float32 moments.
+
+    The weights for computing are not in it, only placeholders, whatever the compute dtype.
+    """
+    total, moments = sum(map(math.prod, shapes.values())), moments_of(shapes, recipe, 1)
+    return 4 * total + 8 * (total if moments is None else moments)
 
 
 def state_bytes(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> int:

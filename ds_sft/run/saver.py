@@ -24,6 +24,7 @@ from ds_sft.data.packed import PackedDataset
 from ds_sft.engine.build import say
 from ds_sft.errors import CheckpointError, SavingFailed
 from ds_sft.flags import RunConfig
+from ds_sft.recipe import low_rank
 from ds_sft.recipe.cadence import is_due, labels, timer_fired
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.run import changes, checkpoint, manifest, reshard
@@ -37,7 +38,6 @@ from ds_sft.run.proved_point import proved
 from ds_sft.run.resume import ResumePoint
 
 MAX_FAILURES = 3
-CHECKPOINT_BYTES_PER_PARAMETER = 12  # master and two moments, float32
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PATIENT_TIMEOUT = timedelta(days=2)  # a rank may write that long while the others wait
 
@@ -146,7 +146,7 @@ class Saver:
         final = step_dir(parent, label)
         started = time.monotonic()
         try:
-            needed = self.model.num_parameters * CHECKPOINT_BYTES_PER_PARAMETER
+            needed = low_rank.checkpoint_bytes(self.model.shapes, self.recipe)
             self._require_space(parent, needed)
             size = checkpoint.save(
                 self.engine, final, meta=self._meta(label, temporary=temporary),

@@ -371,3 +371,12 @@ def test_the_flag_names_the_place_of_everything_on_nvme_and_of_nothing_else() ->
         engine_config(
             {}, "my.json", RECIPE, world_size=8, per_device_batch=2, nvme_path=Path("/fast")
         )
+
+
+def test_apollo_takes_an_offloaded_state_in_host_memory_and_none_on_nvme() -> None:
+    recipe = RECIPE.replace(optimizer="apollo-mini")
+    made = config({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, recipe)
+    assert made["zero_force_ds_cpu_optimizer"] is False
+    assert "zero_force_ds_cpu_optimizer" not in config({})
+    with pytest.raises(ConfigError, match=r"apollo-mini.*use ds_configs/zero3_offload_optimizer.j"):
+        config({"zero_optimization": {"offload_optimizer": NVME}}, recipe)

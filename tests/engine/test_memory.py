@@ -189,3 +189,15 @@ def test_inputs_in_host_memory_leave_two_on_the_gpu() -> None:
     assert moved.embedding == SOME.embedding
     assert of({}, moved).host_buffers == 36 * 2**21  # pinned: a power of two
     assert parked(SOME, layers=1, size=size).kept == SOME.kept
+
+
+def test_apollos_moments_replace_adams_wherever_they_are() -> None:
+    few = 1_000
+    gpu = of({}, moments=few).gpu
+    assert gpu.optimizer == 4 * TOTAL + 8 * few
+    assert of(CPU, moments=few).host_states == 12 * TOTAL + 8 * few
+    assert of({}, moments=few, world_size=2).checkpoint == 4 * TOTAL + 2 * 8 * few
+    quiet = {"reduce_bucket_size": 1, "sub_group_size": 4_000_000}
+    update = of(quiet, NOTHING, moments=few).gpu
+    assert update.phase == "update"
+    assert update.working == 8 * 10_000_000 + 16 * few  # what is projected comes on top

@@ -135,3 +135,18 @@ def test_the_start_of_a_run_counts_what_fit_counts(
     zero = {**memory.DEFAULTS, **values["zero_optimization"]}
     one = host_memory.of_rank(sizes, zero)
     assert placement.host_bytes(values, model(10**9), 4) == 2 * (one.states + one.buffers)
+
+
+def test_with_apollo_the_moments_are_few_and_swapping_is_no_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "memory_limit", lambda: (20 * 10**9, "container"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    path = SHIPPED / "zero3_offload_optimizer.json"
+    values = json.loads(path.read_text())
+    adamw = placement.host_bytes(values, model(1000), 1)
+    assert placement.host_bytes(values, model(1000), 1, moments=10) == adamw - 8 * (1000 - 10)
+    assert placement.note_host_memory(path, values, model(10**9), 1) != ""
+    assert placement.note_host_memory(path, values, model(10**9), 1, moments=10**8) == ""
+    said = placement.note_host_memory(path, values, model(3 * 10**9), 1, moments=10**8)
+    assert said.endswith("the container has 20.0 GB")

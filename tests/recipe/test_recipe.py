@@ -67,6 +67,14 @@ def test_toml_keys_override_a_base_recipe():
         ({**MINIMAL, "order": "shuffle", "era_length": 5}, "no other order takes one"),
         ({**MINIMAL, "order": "levanter-era", "era_length": -5}, "era_length=-5"),
         ({**MINIMAL, "order": "levanter-era", "era_length": 1}, "use 2 to 2^40"),
+        ({**MINIMAL, "optimizer": "adam"}, "use adamw, apollo, apollo-mini"),
+        ({**MINIMAL, "apollo_rank": 8}, "apollo_rank=8 means nothing to optimizer=adamw"),
+        ({**MINIMAL, "apollo_scale": 2.0}, "apollo_scale=2.0 means nothing"),
+        ({**MINIMAL, "apollo_update_proj_gap": 9}, "apollo_update_proj_gap=9 means nothing"),
+        ({**MINIMAL, "optimizer": "apollo", "apollo_rank": 0}, "apollo_rank=0"),
+        ({**MINIMAL, "optimizer": "apollo", "apollo_rank": 1.5}, "must be of type int"),
+        ({**MINIMAL, "optimizer": "apollo", "apollo_scale": float("nan")}, "apollo_scale=nan"),
+        ({**MINIMAL, "optimizer": "apollo", "apollo_update_proj_gap": -1}, "proj_gap=-1"),
     ],
 )  # fmt: skip
 def test_a_bad_recipe_is_refused_in_one_line(values, words):
@@ -74,3 +82,31 @@ def test_a_bad_recipe_is_refused_in_one_line(values, words):
         recipe_from_mapping(values, "my.toml")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "rank", "scale", "gap", "tensor_wise"),
+    [
+        ({"optimizer": "apollo"}, 256, 1.0, 200, False),
+        ({"optimizer": "apollo-mini"}, 1, 128.0, 200, True),
+        ({"optimizer": "apollo-mini", "apollo_rank": 2, "apollo_scale": 64}, 2, 64.0, 200, True),
+        ({"optimizer": "apollo", "apollo_update_proj_gap": 5}, 256, 1.0, 5, False),
+    ],
+)
+def test_apollo_fills_in_its_own_defaults(values, rank, scale, gap, tensor_wise):
+    recipe = recipe_from_mapping({**MINIMAL, **values}, "my.toml")
+    said = recipe.apollo
+    assert (said.rank, said.scale, said.update_proj_gap, said.tensor_wise) == (
+        rank, scale, gap, tensor_wise,
+    )  # fmt: skip
+    resolved = recipe.resolved()
+    assert (resolved.apollo_rank, resolved.apollo_scale, resolved.apollo_update_proj_gap) == (
+        rank, scale, gap,
+    )  # fmt: skip
+    assert resolved.apollo == said
+
+
+def test_adamw_has_no_apollo_settings():
+    recipe = recipe_from_mapping(MINIMAL, "my.toml")
+    assert recipe.apollo is None
+    assert recipe.resolved() == recipe
