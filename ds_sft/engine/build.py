@@ -112,7 +112,7 @@ def build_engine(
     if run.no_loss_checkpoint:
         say("[init] --no-loss-checkpoint changes nothing: the head keeps and recomputes no logits")
     choices = layer_choices(run, files)
-    ops.clear(ops.BUILDERS)
+    ops.clear(ops.needed_by(ds_config))
     ds_config = swap_files.claim(ds_config)
     model = build_partitioned(
         files, ds_config, dtype, run.loss_chunk_size, choices, device(),

@@ -66,6 +66,9 @@ class Reached(Exception):
     """The start came to its swap files, which are prepared after the locks."""
 
 
+SWAPPING = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
+
+
 @pytest.mark.usefixtures("process_group")
 def test_a_run_removes_stale_locks_before_an_operator_could_wait_on_one(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,5 +90,22 @@ def test_a_run_removes_stale_locks_before_an_operator_could_wait_on_one(
     monkeypatch.setattr(build.swap_files, "claim", reached)
     run, recipe = RunConfig(data=tmp_path, liger="off"), RECIPES["qwen3-8b"]
     with pytest.raises(Reached):
-        build.build_engine(run, recipe, {}, find_model(str(tiny_model)))
+        build.build_engine(run, recipe, SWAPPING, find_model(str(tiny_model)))
     assert theirs.exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "needed"),
+    [
+        ({}, []),
+        ({"offload_param": "cpu"}, []),
+        ({"offload_optimizer": "cpu"}, ["cpu_adam"]),
+        ({"offload_optimizer": "nvme"}, ["cpu_adam", "async_io"]),
+        ({"offload_param": "nvme"}, ["async_io"]),
+    ],
+)
+def test_a_run_waits_only_for_the_operators_that_it_loads(
+    sections: dict[str, str], needed: list[str]
+) -> None:
+    zero = {name: {"device": device} for name, device in sections.items()}
+    assert ops.needed_by({"zero_optimization": zero}) == needed

@@ -42,7 +42,7 @@ def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespac
     made.recipe = RECIPES["qwen3-8b"].replace(num_train_steps=100)
     made.engine = SimpleNamespace(device=torch.device("cpu"))
     made.health = SimpleNamespace(require_finite_weights=lambda label: None)  # type: ignore[assignment]
-    made.model = SimpleNamespace(num_parameters=PARAMETERS, directory=tmp_path)  # type: ignore[assignment]
+    made.model = SimpleNamespace(shapes={"w": (PARAMETERS,)}, directory=tmp_path)  # type: ignore[assignment]
     made.source = SimpleNamespace(tokenizer_dir=tmp_path)  # type: ignore[assignment]
     made.is_main, made.saved, made.failures_in_a_row, made.seconds_saving = True, 0, 0, 0.0
     made.last_save = clock.now
