@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,11 @@ class Apollo(torch.optim.Optimizer):
         self._sub_groups: dict[torch.Tensor, SubGroup] = {}
         self._group: Any = None
 
-    def attach(self, engine: Any) -> None:
-        """Learn what lies where in the partitions of `engine`; every rank calls it."""
+    def attach(self, engine: Any, timeout: timedelta) -> None:
+        """Learn what lies where in the partitions of `engine`; every rank calls it.
+
+        `timeout` is that of a collective, should a group of its own be needed.
+        """
         zero, names = engine.optimizer, engine.param_names
         places = {name: i for i, (name, _) in enumerate(engine.module.named_parameters())}
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
@@ -112,7 +116,8 @@ class Apollo(torch.optim.Optimizer):
             self._sub_groups[flat] = self._sub_group(members, places)
         masters = zero.fp32_partitioned_groups_flat[0].device
         if masters.type == "cpu" and torch.device(engine.device).type != "cpu":
-            self._group = dist.new_group(backend="gloo")  # NCCL takes no tensors in host memory
+            # NCCL takes no tensors in host memory.
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def _sub_group(
         self, members: list[tuple[str, Any, Any]], places: Mapping[str, int]
