@@ -18,6 +18,7 @@ from typing import NoReturn
 from ds_sft.errors import ConfigError, DsSftError
 
 COMMANDS = {
+    "recipes": "the named recipes and model entries that --recipe takes",
     "prepare": "chats of every usual shape -> a packed data set",
     "plan": "what a run will do, need and refuse, without a GPU",
     "fit": "which DeepSpeed JSON fits a GPU at this length, and how fast it is",
@@ -32,6 +33,7 @@ COMMANDS = {
 _MAINS = {"plan": "ds_sft.plan", "train": "ds_sft.train"}
 """Commands that parse their own words: the recipe decides the defaults of their flags."""
 _FLAGS = {
+    "recipes": ("ds_sft.recipes", "RecipesFlags", "run"),
     "prepare": ("ds_sft.data.prepare", "PrepareFlags", "run"),
     "inspect": ("ds_sft.data.inspect", "InspectFlags", "run"),
     "fit": ("ds_sft.fit", "FitFlags", "run"),

@@ -66,9 +66,10 @@ class Question:
 
     @property
     def recipe(self) -> Recipe:
-        """A recipe that takes the memory of the one that is asked about."""
+        """What was asked, as a recipe; the rest moves neither memory nor speed."""
         return Recipe(
-            model_id=self.flags.model_id, learning_rate=1e-5, train_batch_size=2,
+            model_id=self.flags.model_id, learning_rate=1e-5, loss_groups=1,
+            train_batch_size=self.flags.train_batch_size,
             compute_dtype=self.flags.compute_dtype,
             grad_reduce_dtype=self.flags.grad_reduce_dtype,
             optimizer=self.flags.optimizer, apollo_rank=self.flags.apollo_rank,
@@ -240,17 +241,26 @@ def fitting(
     machine_rates: Rates,
 ) -> tuple[str, dict[str, Any]] | None:
     """Name and content of the fastest file that fits, with sizes for this model."""
+    found = best_of_each(question, jsons, machine, machine_rates)
+    return (found[0][0].name, found[0][1]) if found else None
+
+
+def best_of_each(
+    question: Question,
+    jsons: Mapping[str, dict[str, Any]],
+    machine: Machine,
+    machine_rates: Rates,
+) -> list[tuple[Row, dict[str, Any]]]:
+    """Each file that fits with sizes for this model, roomy ones if they do, the fastest first."""
     found = []
     for name, value in jsons.items():
-        for rank, roomy in enumerate((True, False)):
+        for roomy in (True, False):
             candidate = tuning.tuned(value, question.setup(), roomy=roomy)
             result = row(question, name, candidate, machine, machine_rates)
             if not result.short:
-                found.append((result.seconds.total, rank, name, candidate))
-    if not found:
-        return None
-    _, _, name, best = min(found, key=lambda f: f[:3])
-    return name, best
+                found.append((result.seconds.total, not roomy, name, result, candidate))
+                break
+    return [(result, candidate) for *_, result, candidate in sorted(found, key=lambda f: f[:3])]
 
 
 def gib(size: float) -> str:

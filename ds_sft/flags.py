@@ -21,7 +21,8 @@ import tyro
 
 from ds_sft import presets
 from ds_sft.errors import ConfigError
-from ds_sft.recipe.recipe import RECIPES, Recipe, named_recipe, recipe_from_mapping
+from ds_sft.recipe.entries import ENTRIES, entry_named, recipe_named, require_verified
+from ds_sft.recipe.recipe import RECIPES, Recipe, recipe_from_mapping
 
 T = TypeVar("T")
 LARGEST = 1_000_000_000  # of any count or time on the command line; also keeps infinity out
@@ -45,7 +46,9 @@ class RunConfig:
     out: Path | None = None
     """Run directory: run.json, metrics.jsonl, checkpoints/, hf/, finished."""
     recipe: str = DEFAULT_RECIPE
-    """Named recipe (qwen3-8b, qwen3-4b, qwen3-1.7b) or a .toml file."""
+    """Named recipe or model entry (`ds-sft recipes` lists them), or a .toml file."""
+    allow_unverified: bool = False
+    """Take a model entry that is marked unverified."""
     preset: str = ""
     """Flags for one card of a size: smoke-12gb, 16gb, 24gb or 80gb; flags given here win over it,
     and it wins over the recipe."""
@@ -74,6 +77,8 @@ class RunConfig:
     """Accepted from the first trainer; the head keeps no logits and recomputes nothing."""
     attn_impl: Literal["auto", "flash_attention_2", "varlen", "sdpa"] = "auto"
     """Attention kernel: flash-attn, torch's varlen_attn, or one SDPA call per document."""
+    allow_untested_architecture: bool = False
+    """Train a dense model of an architecture that was never compared with plain transformers."""
     recompute_every: int = 1
     """Compute every so many layers again in backward instead of keeping what is inside them; 1 =
     every layer, 0 = none: faster, with more memory."""
@@ -126,7 +131,7 @@ class RunConfig:
     wandb_id: str = ""
     """Fixed run id; default: one that is kept in the run directory."""
     dry_run: bool = False
-    """Print the plan and stop."""
+    """Print the plan, look into all files that training would read, and stop: exit code 0 or 2."""
 
     def __post_init__(self) -> None:
         if self.loss_chunk_size == 0 and not self.allow_full_logits:
@@ -195,27 +200,38 @@ def parse_with_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
     what `--preset` says, and over that what was given.
     """
     argv = accept_old_spellings(argv)
-    base = load_recipe(_peek(argv, "--recipe") or DEFAULT_RECIPE)
+    name = _peek(argv, "--recipe") or DEFAULT_RECIPE
+    base, entry = load_recipe(name), entry_named(name)
+    given = given_flags(argv)
+    if not {"model_id", "allow_unverified"} & given:
+        require_verified(name)
     steps = _peek(argv, "--num-train-steps") or _peek(argv, "--num_train_steps")
     epochs = _peek(argv, "--epochs")
     if steps and epochs:
         raise ConfigError(f"--epochs {epochs} and --num-train-steps {steps} exclude each other")
     defaults = {"run": tyro.MISSING_NONPROP, "science": base}
-    words = preset_words(argv, presets.of_training, without={"epochs"} if steps else set())
+    without = {"epochs"} if steps else set()
+    of_entry = {} if entry is None else entry.of_training()
+    words = [
+        *field_words({k: v for k, v in of_entry.items() if k not in without}),
+        *preset_words(argv, presets.of_training, without=without),
+    ]
     parsed: Any = parse_flags(cls, [*words, *argv], prog, defaults=defaults)
     chosen = {**dataclasses.asdict(parsed.run), **dataclasses.asdict(parsed.science)}
-    recipe = {field.name for field in dataclasses.fields(base)}
-    origins = presets.origins(parsed.run.preset, given_flags(argv), chosen, recipe)
+    recipe = {field.name for field in dataclasses.fields(base)} | of_entry.keys()
+    origins = presets.origins(parsed.run.preset, given, chosen, recipe)
     run = dataclasses.replace(parsed.run, preset_origins=origins)
     return dataclasses.replace(parsed, run=run)  # type: ignore[no-any-return]
 
 
 def parse_with_preset(cls: type[T], argv: Sequence[str], prog: str) -> T:
-    """Parse the flags of `prepare`, which has presets and no recipe."""
-    words = preset_words(argv, presets.of_prepare)
+    """Parse the flags of `prepare`, of which a preset and a model entry decide some."""
+    name = _peek(argv, "--recipe") or ""
+    of_entry = _of_prepare(name)
+    words = [*field_words(of_entry), *preset_words(argv, presets.of_prepare)]
     parsed: Any = parse_flags(cls, [*words, *argv], prog)
     given = given_flags(argv)
-    origins = presets.origins(parsed.preset, given, dataclasses.asdict(parsed), set())
+    origins = presets.origins(parsed.preset, given, dataclasses.asdict(parsed), of_entry.keys())
     return dataclasses.replace(parsed, preset_origins=origins)  # type: ignore[no-any-return]
 
 
@@ -225,12 +241,26 @@ def preset_words(
     without: Set[str] = frozenset(),
 ) -> list[str]:
     """The fields of the preset in `argv` as words to put before it: the last value counts."""
+    fields = fields_of(_peek(argv, "--preset") or "")
+    return field_words({name: value for name, value in fields.items() if name not in without})
+
+
+def field_words(fields: Mapping[str, object]) -> list[str]:
+    """Fields and their values as words of a command line."""
     words: list[str] = []
-    for name, value in fields_of(_peek(argv, "--preset") or "").items():
-        if name not in without:
-            words.append(f"--{name.replace('_', '-')}")
-            words += [] if value is True else [str(value)]
+    for name, value in fields.items():
+        words.append(f"--{name.replace('_', '-')}")
+        words += [] if value is True else [str(value)]
     return words
+
+
+def _of_prepare(recipe: str) -> dict[str, object]:
+    """What a recipe or a model entry says about preparing data; nothing without a name."""
+    if not recipe:
+        return {}
+    base, entry = load_recipe(recipe), entry_named(recipe)
+    template = {"chat_template": base.chat_template} if base.chat_template else {}
+    return {**template, **({} if entry is None else entry.of_prepare())}
 
 
 def given_flags(argv: Sequence[str]) -> set[str]:
@@ -293,13 +323,13 @@ def accept_old_spellings(argv: Sequence[str]) -> list[str]:
 def load_recipe(name: str) -> Recipe:
     """A named recipe, or the one in a TOML file. Raises ConfigError."""
     if not name.endswith(".toml"):
-        return named_recipe(name)
+        return recipe_named(name)
     path = Path(name)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"recipe file {name} does not exist: use {', '.join(RECIPES)} or a path"
+            f"recipe file {name} does not exist: use {', '.join([*RECIPES, *ENTRIES])} or a path"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise ConfigError(f"recipe file {name} cannot be read: {e}") from None

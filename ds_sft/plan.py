@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_sft import presets
+from ds_sft.data.geometry import note_large_heads
 from ds_sft.data.model_files import ModelFiles, find_model
 from ds_sft.data.order import run_order
 from ds_sft.data.packed import PackedDataset
@@ -34,10 +35,11 @@ from ds_sft.plan_data import (
 )
 from ds_sft.recipe import cadence, low_rank
 from ds_sft.recipe.batching import BatchPlan
+from ds_sft.recipe.entries import length_notes
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 from ds_sft.run import changes, resume
-from ds_sft.run.layout import RunDir
+from ds_sft.run.place import check_place
 
 SECONDS_AFTER_SIGTERM = 30  # then DeepSpeed's launcher kills
 ASSUMED_GB_PER_SECOND = 1.0
@@ -132,8 +134,10 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
             f"{data.path} holds no pack: run `ds-sft prepare` on input with usable rows"
         )
     note = presets.check_length(run.preset, data.max_seq_len, data.path, data.manifest)
-    notes += [note] if note else []
-    model = find_model(recipe.model_id)
+    notes += [*([note] if note else []), *length_notes(run.recipe, data.max_seq_len)]
+    model = find_model(recipe.model_id, run.allow_untested_architecture)
+    if model is not None:
+        notes += [*model.notes, *note_large_heads(run.attn_impl, model.head_sizes)]
     _check_pair(data, model, recipe, notes)
     tokenizer_dir = check_tokenizers(run, data, model, notes)
     _check_generation_config(run, model)
@@ -143,7 +147,8 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     schedule = Schedule.from_recipe(recipe, data.num_packs)
     batches = _batches(run, recipe, data, schedule.num_steps, world_size)
     validation = open_validation(run, data, model, world_size)
-    _check_place(run, None if model is None else model.directory)
+    if run.out is not None:
+        check_place(run.out, run.data, None if model is None else model.directory)
     swap_files.check(ds_config, model, world_size)
     if model is not None:
         warning = note_host_memory(
@@ -250,27 +255,6 @@ def _check_generation_config(run: RunConfig, model: ModelFiles | None) -> None:
         )
 
 
-def _check_place(run: RunConfig, model_dir: Path | None) -> None:
-    """Refuse an --out that cannot become a run directory."""
-    if run.out is None:
-        return
-    for flag, place in (("--data", run.data), ("--model-id", model_dir)):
-        if place is not None and run.out.resolve().is_relative_to(place.resolve()):
-            raise ConfigError(f"--out {run.out} lies in {flag} {place}: name another directory")
-    if run.out.exists() and not run.out.is_dir():
-        raise ConfigError(f"--out {run.out} is a file: name a directory")
-    inside = RunDir(run.out)
-    for path in (inside.checkpoints, inside.temporary, inside.exports):
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path} is no directory: remove it, or use another --out")
-    for path in (inside.finished, inside.stop, inside.lock, inside.run_json, inside.metrics):
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path} is no file: remove it, or use another --out")
-    parent = existing_parent(run.out)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"--out {run.out} cannot be made: {parent} is not writable")
-
-
 def _check_resume(
     run: RunConfig,
     recipe: Recipe,
@@ -302,14 +286,6 @@ def _check_resume(
     steps = f"{point.completed} of {recipe.num_train_steps} steps are done"
     notes += [f"goes on from {point.path}: {steps}", *changed]
     return point
-
-
-def existing_parent(path: Path) -> Path:
-    """`path`, or the nearest directory above it that exists."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def _note_oddities(

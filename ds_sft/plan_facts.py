@@ -200,7 +200,7 @@ def disk_facts(
     run: RunConfig, recipe: Recipe, num_steps: int, model: ModelFiles | None
 ) -> dict[str, Any]:
     """Bytes that the run directory will hold at most, and bytes free at --out."""
-    from ds_sft.plan import existing_parent
+    from ds_sft.run.place import existing_parent
 
     free = None if run.out is None else shutil.disk_usage(existing_parent(run.out)).free
     if model is None:

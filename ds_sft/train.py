@@ -24,6 +24,7 @@ from ds_sft.engine.machine import set_threads
 from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.flags import parse_train
 from ds_sft.plan import Plan, check, show
+from ds_sft.run.console import outlive_console
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.lock import RunLock
 from ds_sft.run.stopping import Stopping
@@ -39,15 +40,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, and train. Ends the process with the exit code of what happened."""
     # Started through ssh, a rank has the login shell's PATH: DeepSpeed would not find ninja.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    outlive_console()
     threads = set_threads()
     with ending_at_once(), reporting():
         with rank_zero_first():
             run, recipe = parse_train(sys.argv[1:] if argv is None else argv)
-            if not run.dry_run:
-                _ = run.run_dir  # a missing --out is refused before anything heavy
+            _ = run.run_dir  # a missing --out is refused before anything heavy
             plan = check(run, recipe, int(os.environ.get("WORLD_SIZE", "1")))
             if run.dry_run:
-                return show(plan) if is_rank_zero() else None
+                return dry_run(plan) if is_rank_zero() else None
             if already_finished(plan):
                 return None
         stopping = Stopping(RunDir(run.run_dir).stop)
@@ -57,6 +58,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             code = train(plan, stopping, threads)
         if code:
             raise SystemExit(code)
+
+
+def dry_run(plan: Plan) -> None:
+    """Show the plan, then refuse what only a look into the files finds. Raises what a run would."""
+    from ds_sft.run import preflight
+
+    show(plan)
+    for line in preflight.check(plan):
+        print(f"[preflight] {line}", flush=True)
+    print("[preflight] passed", flush=True)
 
 
 @contextlib.contextmanager
@@ -180,7 +191,7 @@ def start(plan: Plan, stopping: Stopping, threads: str) -> tuple[Plan, Any, Save
     for note in plan.notes:
         build.say(f"[init] note: {note}")
     stopping.use_group(saver.prompt)
-    first = saver.resume(plan.resume_from)
+    first = saver.resume(plan.resume_from, interrupted=stopping.agreed)
     if not run.skip_checks:
         proofs.prove(engine, plan.data, plan.batches, min(first, num_steps - 1))
     mfu = mfu_factor(model, plan.data.doc_lens)

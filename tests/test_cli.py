@@ -47,8 +47,8 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("pla", "error: unknown command `pla`: did you mean `plan`?\n"),
         ("exports", "error: unknown command `exports`: did you mean `export`?\n"),
-        ("xyz", "error: unknown command `xyz`: use prepare, plan, fit, train, export, verify, "
-         "reshard, inspect, doctor, env\n"),
+        ("xyz", "error: unknown command `xyz`: use recipes, prepare, plan, fit, train, export, "
+         "verify, reshard, inspect, doctor, env\n"),
     ],
 )  # fmt: skip
 def test_an_unknown_command_is_one_line_and_exit_code_2(

@@ -20,7 +20,7 @@ from ds_sft.engine.machine import memory_limit
 from ds_sft.errors import ConfigError
 from ds_sft.fit import FitFlags, measured, model_of, read_configs
 from ds_sft.fit_machine import parse_size
-from ds_sft.fit_rows import Machine, Question, compare, fitting, shortages
+from ds_sft.fit_rows import Machine, Question, compare, fitting, shortages, usable
 from ds_sft.recipe import low_rank
 from ds_sft.recipe.recipe import RECIPES
 
@@ -50,13 +50,18 @@ def question(model_dir: Path) -> Question:
     )
 
 
+def shipped(question: Question) -> dict[str, dict[str, Any]]:
+    """The shipped files that run on the question's number of ranks."""
+    return usable(question, read_configs(SHIPPED))[0]
+
+
 def rows_of(question: Question, gpu: float, host: float = 128, nvme: float | None = None) -> Any:
     machine = Machine(
         gpu_memory=int(gpu * GIB), host_memory=int(host * GIB),
         nvme=None if nvme is None else int(nvme * GIB),
     )  # fmt: skip
     speeds = rates.assumed(machine.gpu_memory, several_nodes=False)
-    return machine, speeds, compare(question, read_configs(SHIPPED), machine, speeds)
+    return machine, speeds, compare(question, shipped(question), machine, speeds)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -96,7 +101,7 @@ def test_what_fits_comes_first_and_the_fastest_on_top(question: Question) -> Non
     fits = [row for row in rows if not row.short]
     assert rows[: len(fits)] == fits
     assert [r.seconds.total for r in fits] == sorted(r.seconds.total for r in fits)
-    assert {row.name for row in rows} == {path.stem for path in SHIPPED.glob("*.json")}
+    assert {row.name for row in rows} == shipped(question).keys()
 
 
 def test_a_row_fits_exactly_when_nothing_is_too_small(question: Question) -> None:
@@ -114,7 +119,7 @@ def test_the_advice_is_true(question: Question) -> None:
     seen = set()
     for gpu in (8, 12, 24):
         machine, _, rows = rows_of(question, gpu=gpu, host=64, nvme=1000)
-        jsons = read_configs(SHIPPED)
+        jsons = shipped(question)
         for row in rows:
             for words in row.advice:
                 value = jsons[row.name]
@@ -136,17 +141,17 @@ def test_the_advice_is_true(question: Question) -> None:
 
 def test_what_is_written_fits_where_the_shipped_file_does_not(question: Question) -> None:
     _, _, rows = rows_of(question, gpu=24, nvme=1000)
-    shipped = {row.name: row.need for row in rows}
+    needs = [row.need.gpu.total for row in rows]
     found = []
     for gpu in range(4, 25):
         machine, speeds, _ = rows_of(question, gpu=gpu, nvme=1000)
-        best = fitting(question, read_configs(SHIPPED), machine, speeds)
+        best = fitting(question, shipped(question), machine, speeds)
         if best is not None:
             name, value = best
             assert not shortages(question.need(value, name), machine)
             found.append((gpu, name))
     assert found
-    assert found[0][0] <= math.ceil(min(n.gpu.total for n in shipped.values()) / GIB)
+    assert found[0][0] <= math.ceil(min(needs) / GIB)
 
 
 def test_a_longer_row_and_more_packs_need_more(question: Question) -> None:
@@ -252,7 +257,7 @@ def test_bad_questions_end_in_one_line(
     [
         (None, "config.json"),
         ("{", "cannot be read"),
-        ("[]", "cannot be read"),
+        ("[]", "is not a JSON object"),
         ('{"architectures": ["MixtralForCausalLM"]}', "mixture"),
         ('{"architectures": ["Qwen3ForCausalLM"]}', "has no 'hidden_size'"),
     ],

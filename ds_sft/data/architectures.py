@@ -1,83 +1,238 @@
 """Which architectures are trained, and what their tensors are: names and shapes from config.json.
 
-Owns the list of tested architectures and the reasons for which others are refused. Leaves the files
-to `model_files` and the modules to the model room. No torch: a model that does not fit its
-config.json is found before anything is loaded.
+Owns the list of tested architectures, the reasons for which others are refused, and the text part
+of a multimodal model. Leaves the sizes of layers to `geometry`, the files to `model_files` and the
+modules to the model room. No torch: a model that does not fit its config.json is found before
+anything is loaded.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_sft.data.geometry import FULL, SLIDING, Layer, layers
 from ds_sft.errors import ConfigError
 
-TESTED_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+TESTED_ARCHITECTURES = (
+    "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "Gemma3ForCausalLM",
+    "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM",
+)  # fmt: skip
+"""Compared with plain transformers in tests/model/test_families.py."""
+
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedForCausalLM",
+}
+"""Multimodal models whose `text_config` describes a tested architecture."""
+
+TO_BE_CHECKED = (
+    "that packed documents do not see each other, which layers have windows or soft caps, what "
+    "multiplies embeddings and logits, and that an export loads"
+)
+_MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")
+# They look at the positions of the whole row, which here runs over several documents.
+_ROPE_OF_THE_ROW = ("dynamic", "longrope")
+# Of architectures that nobody tested: what changes logits and is not in our head.
+_UNKNOWN_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "mup_width_multiplier")
 
 
-def check_architecture(directory: Path, config: dict[str, Any]) -> None:
-    """Raise ConfigError unless the model in `directory` is of a tested architecture."""
+def architecture(config: Mapping[str, Any]) -> str:
+    """Name of the model's class; empty when config.json does not say."""
     names = config.get("architectures")
-    if not isinstance(names, list) or not names:
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def check_architecture(
+    directory: Path, config: dict[str, Any], allow_untested: bool = False
+) -> None:
+    """Raise ConfigError unless the model in `directory` is of a tested architecture.
+
+    `allow_untested` lets other dense ones through that need nothing which is known to be missing.
+    """
+    name = architecture(config)
+    if not name:
         raise ConfigError(
             f"{directory}/config.json names no architecture: save the model with transformers' "
             "save_pretrained"
         )
-    name = str(names[0])
+    _refuse_mixtures(directory, name, config)
+    _refuse_attention(directory, config)
     if name in TESTED_ARCHITECTURES:
         return
-    experts = next((k for k in ("num_experts", "num_local_experts", "n_routed_experts")
-                    if config.get(k)), None)  # fmt: skip
+    if "auto_map" in config:
+        raise ConfigError(
+            f"{directory}: {name} needs code from its own repository (auto_map), which ds_sft does "
+            f"not run: use {_tested()}"
+        )
+    if not name.endswith("ForCausalLM") or "text_config" in config:
+        raise ConfigError(
+            f"{directory}: {name} is not a text model, and its text part is not tested either: "
+            f"use {_tested()}"
+        )
+    if allow_untested:
+        return _refuse_unknown_head(directory, name, config)
+    near = difflib.get_close_matches(name, TESTED_ARCHITECTURES, n=1)
+    raise ConfigError(
+        f"{directory}: architecture {name} is not tested: use {near[0] if near else _tested()}, or "
+        f"check {TO_BE_CHECKED}, and go on with --allow-untested-architecture"
+    )
+
+
+def _tested() -> str:
+    return " or ".join(TESTED_ARCHITECTURES)
+
+
+def _refuse_mixtures(directory: Path, name: str, config: Mapping[str, Any]) -> None:
+    experts = next((k for k in _MIXTURES if config.get(k)), None) or config.get("enable_moe_block")
     if experts or "moe" in name.lower() or "Mixtral" in name:
         raise ConfigError(
             f"{directory}: {name} is a mixture of experts, which ds_sft does not train: "
             "use a dense model"
         )
-    if "auto_map" in config:
+
+
+def _refuse_attention(directory: Path, config: Mapping[str, Any]) -> None:
+    """What would let a token see the documents around its own, or later tokens."""
+    ropes = [config.get("rope_scaling"), config.get("rope_parameters")]
+    ropes += [r for rope in ropes if isinstance(rope, dict) for r in rope.values()]
+    rope_types = {r.get("rope_type", r.get("type")) for r in ropes if isinstance(r, dict)}
+    for kind in _ROPE_OF_THE_ROW:
+        if kind in rope_types:
+            raise ConfigError(
+                f"{directory}: rope_type {kind} depends on the longest position of a row, which "
+                "here holds several documents: use a model with another rope_type"
+            )
+    if config.get("use_bidirectional_attention") in (True, "all"):
         raise ConfigError(
-            f"{directory}: {name} needs code from its own repository (auto_map), which ds_sft does "
-            f"not run: use {' or '.join(TESTED_ARCHITECTURES)}"
+            f"{directory}: use_bidirectional_attention lets a token see the ones after it, which "
+            "is no language model: use a causal one"
         )
-    near = difflib.get_close_matches(name, TESTED_ARCHITECTURES, n=1)
-    raise ConfigError(
-        f"{directory}: architecture {name} is not tested: use "
-        f"{near[0] if near else ' or '.join(TESTED_ARCHITECTURES)}"
-    )
+    kinds = set(config.get("layer_types") or ()) - {FULL, SLIDING}
+    if kinds:
+        raise ConfigError(
+            f"{directory}: its layers have {', '.join(sorted(map(str, kinds)))}, which the "
+            "attention kernels here do not know: use another model"
+        )
+    if config.get("attn_logit_softcapping"):
+        raise ConfigError(
+            f"{directory}: attn_logit_softcapping={config['attn_logit_softcapping']}, which the "
+            "attention kernels here do not have: use another model"
+        )
+
+
+def _refuse_unknown_head(directory: Path, name: str, config: Mapping[str, Any]) -> None:
+    for key in _UNKNOWN_HEADS:
+        if config.get(key) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"{directory}: {name} has {key}={config[key]}, which the head here does not know: "
+                f"use {_tested()}"
+            )
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any] | None:
+    """config.json of the text part of a multimodal model; None for any other model."""
+    inner = TEXT_PARTS.get(architecture(config))
+    text = config.get("text_config")
+    if inner is None or not isinstance(text, dict):
+        return None
+    outer = {k: config[k] for k in ("tie_word_embeddings", "dtype", "torch_dtype") if k in config}
+    return {**outer, **text, "architectures": [inner]}
 
 
 def expected_shapes(config: dict[str, Any], tied: bool) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of a tested architecture, by name. Raises KeyError.
 
-    Linear weights are [out, in]. Qwen3 differs from Llama by a norm on each head of q and k.
+    Linear weights are [out, in].
     """
     hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])
-    inner, heads = int(config["intermediate_size"]), int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head = int(config.get("head_dim") or hidden // heads)
-    linear = {
-        "self_attn.q_proj": (heads * head, hidden),
-        "self_attn.k_proj": (kv_heads * head, hidden),
-        "self_attn.v_proj": (kv_heads * head, hidden),
-        "self_attn.o_proj": (hidden, heads * head),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if config["architectures"][0] == "Qwen3ForCausalLM":
-        norms |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
     }
     if not tied:
         shapes["lm_head.weight"] = (vocab, hidden)
-    for layer in range(int(config["num_hidden_layers"])):
-        prefix = f"model.layers.{layer}."
-        shapes |= {f"{prefix}{name}.weight": shape for name, shape in linear.items()}
-        shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
-        for name, shape in linear.items():
-            if config.get("attention_bias" if name.startswith("self_attn") else "mlp_bias"):
-                shapes[f"{prefix}{name}.bias"] = shape[:1]
+    per_layer = _per_layer_input(config)
+    if per_layer:
+        total = int(config["num_hidden_layers"]) * per_layer
+        rows = int(config["vocab_size_per_layer_input"])
+        shapes["model.embed_tokens_per_layer.weight"] = (rows, total)
+        shapes["model.per_layer_model_projection.weight"] = (total, hidden)
+        shapes["model.per_layer_projection_norm.weight"] = (per_layer,)
+    for index, layer in enumerate(layers(config)):
+        prefix = f"model.layers.{index}."
+        shapes |= {prefix + name: shape for name, shape in _layer_shapes(config, layer).items()}
     return shapes
+
+
+def _layer_shapes(config: Mapping[str, Any], layer: Layer) -> dict[str, tuple[int, ...]]:
+    """Shapes of one layer, without its prefix."""
+    name, hidden = architecture(config), int(config["hidden_size"])
+    linear = {
+        "self_attn.q_proj": (layer.heads * layer.head, hidden),
+        "self_attn.o_proj": (hidden, layer.heads * layer.head),
+        "mlp.gate_proj": (layer.inner, hidden),
+        "mlp.up_proj": (layer.inner, hidden),
+        "mlp.down_proj": (hidden, layer.inner),
+    }
+    if not layer.shares_kv:
+        linear["self_attn.k_proj"] = (layer.kv_heads * layer.head, hidden)
+        if not layer.values_are_keys:
+            linear["self_attn.v_proj"] = (layer.kv_heads * layer.head, hidden)
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if name.startswith(("Qwen3", "Gemma")):
+        norms["self_attn.q_norm"] = layer.head
+        if not layer.shares_kv:
+            norms["self_attn.k_norm"] = layer.head
+    if name.startswith("Gemma"):
+        norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
+    per_layer = _per_layer_input(config)
+    if per_layer:
+        linear["per_layer_input_gate"] = (per_layer, hidden)
+        linear["per_layer_projection"] = (hidden, per_layer)
+        norms["post_per_layer_input_norm"] = hidden
+    shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": shape for n, shape in linear.items()}
+    shapes |= {f"{n}.weight": (size,) for n, size in norms.items()}
+    shapes |= {f"{n}.bias": shape[:1] for n, shape in linear.items() if _has_bias(config, n)}
+    return shapes
+
+
+def _has_bias(config: Mapping[str, Any], module: str) -> bool:
+    part, _, projection = module.partition(".")
+    if part == "self_attn":
+        if architecture(config).startswith("Qwen2"):
+            return projection != "o_proj"
+        return bool(config.get("attention_bias"))
+    return part == "mlp" and bool(config.get("mlp_bias"))
+
+
+def _per_layer_input(config: Mapping[str, Any]) -> int:
+    """Width of Gemma 4's embeddings for each layer; 0 where there are none."""
+    if architecture(config) != "Gemma4ForCausalLM":
+        return 0
+    return int(config.get("hidden_size_per_layer_input") or 0)
+
+
+def expected_buffers(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shape of every buffer that is stored with the weights and not trained."""
+    if not architecture(config).startswith("Gemma4"):
+        return {}
+    return {f"model.layers.{i}.layer_scalar": (1,) for i in range(int(config["num_hidden_layers"]))}
+
+
+def unused_tensors(config: Mapping[str, Any]) -> set[str]:
+    """Tensors that published files hold and the architecture does not use.
+
+    Gemma 4's layers that share keys and values keep the projections they were once made with.
+    """
+    if not architecture(config).startswith("Gemma4"):
+        return set()
+    unused = ("k_proj", "v_proj", "k_norm", "v_norm")
+    return {
+        f"model.layers.{i}.self_attn.{name}.weight"
+        for i, layer in enumerate(layers(config)) if layer.shares_kv
+        for name in unused
+    }  # fmt: skip

@@ -15,7 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_sft.data.architectures import check_architecture, expected_shapes
+from ds_sft.data import geometry
+from ds_sft.data.architectures import (
+    TESTED_ARCHITECTURES,
+    architecture,
+    check_architecture,
+    expected_buffers,
+    expected_shapes,
+    text_part,
+    unused_tensors,
+)
+from ds_sft.data.geometry import completed
 from ds_sft.errors import ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -25,6 +35,11 @@ _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
 _DTYPE_BYTES |= {"BF16": 2, "F16": 2, "I16": 2, "U16": 2}
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 _FLOATS = ("BF16", "F16", "F32", "F64")
+_OTHER_PARTS = tuple(
+    f"{prefix}{part}"
+    for part in ("vision_", "audio_", "embed_vision", "embed_audio", "multi_modal_projector")
+    for prefix in ("", "model.")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +49,14 @@ class ModelFiles:
     directory: Path
     """Where the files are."""
     config: dict[str, Any]
-    """config.json."""
+    """config.json, of the text part where the files hold more; with its family's defaults."""
     tensors: dict[str, tuple[tuple[int, ...], str]]
-    """Shape and safetensors dtype (BF16, F32, ...) by name, without a tied copy of the head."""
+    """Shape and safetensors dtype (BF16, F32, ...) of every trained tensor by name, without a tied
+    copy of the head."""
     tied: bool
     """Whether the head shares the embedding's weights."""
+    notes: tuple[str, ...] = ()
+    """What is said about the model before it is trained."""
 
     @property
     def num_parameters(self) -> int:
@@ -62,20 +80,26 @@ class ModelFiles:
         return int(longest) if isinstance(longest, int) else None
 
     @property
+    def head_sizes(self) -> list[int]:
+        """Sizes of attention heads, each once; empty for an architecture that nobody tested."""
+        tested = architecture(self.config) in TESTED_ARCHITECTURES
+        return geometry.head_sizes(self.config) if tested else []
+
+    @property
     def tokenizer_dir(self) -> Path | None:
         """The model's directory when it holds a tokenizer."""
         return self.directory if (self.directory / "tokenizer.json").is_file() else None
 
 
-def find_model(model_id: str) -> ModelFiles | None:
+def find_model(model_id: str, allow_untested: bool = False) -> ModelFiles | None:
     """The model called `model_id`; None for a Hub id that is not in this machine's cache.
 
-    Raises ConfigError for a path without a usable model, for an architecture that is not tested,
-    and for files that are not whole.
+    Raises ConfigError for a path without a usable model, for an architecture that is not tested
+    (unless `allow_untested`), and for files that are not whole.
     """
     path = Path(model_id).expanduser()
     if model_id and path.is_dir():
-        return read_model(path)
+        return read_model(path, allow_untested)
     if model_id and path.exists():
         raise ConfigError(f"--model-id {model_id} is a file: name the directory that holds it")
     looks_local = model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1
@@ -87,7 +111,7 @@ def find_model(model_id: str) -> ModelFiles | None:
             "write for example Qwen/Qwen3-8B"
         )
     snapshot = cached_snapshot(model_id)
-    return None if snapshot is None else read_model(snapshot)
+    return None if snapshot is None else read_model(snapshot, allow_untested)
 
 
 def cached_snapshot(model_id: str) -> Path | None:
@@ -127,21 +151,62 @@ def hub_cache() -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def read_model(directory: Path) -> ModelFiles:
-    """The model in `directory`. Raises ConfigError."""
+def read_config(directory: Path) -> tuple[dict[str, Any], str]:
+    """config.json with its family's defaults, and a note when it is of a larger model's text part.
+
+    Raises ConfigError.
+    """
     config = _read_object(directory / "config.json", "it is not a Hugging Face model directory")
-    check_architecture(directory, config)
+    text = text_part(config)
+    if text is None:
+        return completed(config), ""
+    note = (
+        f"{directory} is {architecture(config)}: only its text part is trained and exported, as "
+        f"{architecture(text)}"
+    )
+    return completed(text), note
+
+
+def read_model(directory: Path, allow_untested: bool = False) -> ModelFiles:
+    """The model in `directory`. Raises ConfigError."""
+    config, note = read_config(directory)
+    check_architecture(directory, config, allow_untested)
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError(f"{directory}/config.json: vocab_size is {vocab_size!r}, not a size")
-    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+    stored: dict[str, tuple[tuple[int, ...], str]] = {}
     for file in weight_files(directory):
-        tensors |= safetensors_header(file)
+        stored |= safetensors_header(file)
+    tensors = {name: entry for n, entry in stored.items() if (name := text_name(n)) is not None}
     tied = bool(config.get("tie_word_embeddings", False))
     if tied:
         tensors.pop("lm_head.weight", None)
-    _check_tensors(directory, config, tensors, tied)
-    return ModelFiles(directory=directory, config=config, tensors=tensors, tied=tied)
+    notes = [note] if note else []
+    if config.get("quantization_config"):
+        raise ConfigError(f"{directory} is quantised: start from the original weights")
+    if architecture(config) in TESTED_ARCHITECTURES:
+        tensors = _checked_tensors(directory, config, tensors, tied)
+    else:
+        notes.append(
+            f"{architecture(config)} was never tested here (--allow-untested-architecture): its "
+            "names and shapes are not checked before it is loaded"
+        )
+    return ModelFiles(
+        directory=directory, config=config, tensors=tensors, tied=tied, notes=tuple(notes)
+    )
+
+
+def text_name(stored: str) -> str | None:
+    """Name in the trained model of a tensor that files call `stored`; None for other parts.
+
+    A multimodal model holds its text part under `model.language_model.` or, in files written before
+    transformers 5, under `language_model.`.
+    """
+    if stored.startswith("model.language_model."):
+        return "model." + stored.removeprefix("model.language_model.")
+    if stored.startswith("language_model."):
+        return stored.removeprefix("language_model.")
+    return None if stored.startswith(_OTHER_PARTS) else stored
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -221,34 +286,36 @@ def _read_object(path: Path, advice: str) -> dict[str, Any]:
     return value
 
 
-def _check_tensors(
+def _checked_tensors(
     directory: Path,
     config: dict[str, Any],
     tensors: dict[str, tuple[tuple[int, ...], str]],
     tied: bool,
-) -> None:
-    """Refuse files that are not the model of their config.json, or not made to be trained from."""
-    if config.get("quantization_config"):
-        raise ConfigError(f"{directory} is quantised: start from the original weights")
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The trained tensors. Refuses files that are not the model of their config.json."""
     try:
-        expected = expected_shapes(config, tied)
+        trained, buffers = expected_shapes(config, tied), expected_buffers(config)
+        unused = unused_tensors(config)
     except KeyError as error:
         raise ConfigError(f"{directory}/config.json has no {error}: copy the model again") from None
+    expected = trained | buffers
     missing = sorted(expected.keys() - tensors.keys())
-    extra = sorted(tensors.keys() - expected.keys())
+    extra = sorted(tensors.keys() - expected.keys() - unused)
     if missing or extra:
         raise ConfigError(
             f"{directory} does not fit its config.json: missing "
             f"{', '.join(missing[:3]) or 'none'}, unexpected {', '.join(extra[:3]) or 'none'}: "
             "take the files of one and the same model"
         )
-    for name, (shape, dtype) in tensors.items():
-        if shape != expected[name]:
+    for name, wanted in expected.items():
+        shape, dtype = tensors[name]
+        if shape != wanted:
             raise ConfigError(
-                f"{directory}: {name} has shape {shape}, config.json asks for {expected[name]}: "
+                f"{directory}: {name} has shape {shape}, config.json asks for {wanted}: "
                 "take the files of one and the same model"
             )
         if dtype not in _FLOATS:
             raise ConfigError(
                 f"{directory}: {name} is stored as {dtype}: start from bfloat16 or float32 weights"
             )
+    return {name: entry for name, entry in tensors.items() if name in trained}

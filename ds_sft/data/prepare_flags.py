@@ -45,6 +45,9 @@ class PrepareFlags:
     """Tokenizer: a directory, or a model's id on the Hub."""
     out: Path | None = None
     """Directory to write; appears only when it is whole."""
+    recipe: str = ""
+    """Take chat template and length from a recipe or model entry (`ds-sft recipes`) or a .toml
+    file; a preset and flags given here win over it."""
     preset: str = ""
     """Length (and number of rows) for one card: smoke-12gb, 16gb, 24gb or 80gb; flags given here
     win over it."""

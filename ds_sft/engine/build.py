@@ -30,10 +30,10 @@ from ds_sft.engine.config import optimizer_kind
 from ds_sft.errors import ConfigError
 from ds_sft.flags import RunConfig
 from ds_sft.model import attention, liger
+from ds_sft.model.kinds import parameter_kinds, summary
 from ds_sft.model.layers import LayerChoices
 from ds_sft.model.load import build_partitioned, parameter_groups, restore_float32_masters
 from ds_sft.recipe import low_rank
-from ds_sft.recipe.decay import is_decayed
 from ds_sft.recipe.recipe import Recipe
 
 
@@ -95,13 +95,18 @@ def device() -> torch.device:
 
 
 def build_engine(
-    run: RunConfig, recipe: Recipe, ds_config: dict[str, Any], files: ModelFiles
+    run: RunConfig,
+    recipe: Recipe,
+    ds_config: dict[str, Any],
+    files: ModelFiles,
+    *,
+    random_weights: bool = False,
 ) -> Any:
     """A ZeRO-3 engine with the model of `files` in it; prints each automatic choice once."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(recipe.trainer_seed)
     dtype = getattr(torch, recipe.compute_dtype)
-    kernel, why = attention.choose(run.attn_impl, device(), dtype)
+    kernel, why = attention.choose(run.attn_impl, device(), dtype, files.head_sizes)
     attention.register(kernel)
     say(f"[init] attention {kernel} ({why}), one segment per document")
     if run.no_loss_checkpoint:
@@ -110,15 +115,17 @@ def build_engine(
     ops.clear(ops.BUILDERS)
     ds_config = swap_files.claim(ds_config)
     model = build_partitioned(
-        files.directory, ds_config, dtype, run.loss_chunk_size, choices, device()
-    )
-    groups = parameter_groups(model, is_decayed, recipe.weight_decay)
+        files, ds_config, dtype, run.loss_chunk_size, choices, device(),
+        random_weights=random_weights,
+    )  # fmt: skip
+    say(f"[init] parameters: {summary(parameter_kinds(model))}")
+    groups = parameter_groups(model, recipe.weight_decay)
     optimizer = choose_optimizer(ds_config, model, groups, recipe)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     if isinstance(optimizer, Apollo):
         optimizer.attach(engine, timedelta(minutes=run.collective_timeout_minutes))
-    if dtype is torch.bfloat16:
-        count = restore_float32_masters(engine.module, files.directory)
+    if dtype is torch.bfloat16 and not random_weights:
+        count = restore_float32_masters(engine.module, files)
         if count:
             say(f"[init] {count} tensors of the model are float32: the masters keep their values")
     return engine

@@ -198,7 +198,8 @@ def _check_offload(zero: dict[str, Any], where: str | Path, world_size: int) -> 
     if hpz > world_size or world_size % hpz:
         raise ConfigError(
             f"{where}: `zero_optimization.zero_hpz_partition_size` is {hpz}, which does not divide "
-            f"the world size {world_size}: use the number of GPUs of one host"
+            f"the world size {world_size}: use the number of GPUs of one host, or "
+            "ds_configs/zero3.json"
         )
 
 

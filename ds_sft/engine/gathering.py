@@ -36,14 +36,17 @@ def trace(names: Sequence[str], tied: bool) -> list[Use]:
     ordered = [layers[key] for key in sorted(layers, key=int)]
     embedding = next(n for n in names if "embed_tokens" in n)
     head = embedding if tied else next(n for n in names if n.startswith("lm_head"))
-    norm = [n for n in names if n not in {embedding, head} and ".layers." not in n]
-    uses = [Use(name=embedding, phase=FORWARD)]
+    rest = [n for n in names if n not in {embedding, head} and ".layers." not in n]
+    # Gemma 4 has more than the embedding before its layers.
+    norm = [n for n in rest if n.endswith("model.norm.weight")]
+    before = [embedding, *(n for n in rest if n not in norm)]
+    uses = [Use(name=n, phase=FORWARD) for n in before]
     uses += [Use(name=n, phase=FORWARD) for layer in ordered for n in layer]
     uses += [Use(name=n, phase=FORWARD) for n in norm]
     uses += [Use(name=head, phase=HEAD)] * 2 + [Use(name=n, phase=LAYERS) for n in norm]
     for layer in reversed(ordered):  # recomputed, then backwards
         uses += [Use(name=n, phase=LAYERS) for n in [*layer, *reversed(layer)]]
-    return [*uses, Use(name=embedding, phase=EMBEDDING)]
+    return [*uses, *(Use(name=n, phase=EMBEDDING) for n in reversed(before))]
 
 
 def peaks(

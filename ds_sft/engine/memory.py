@@ -2,8 +2,9 @@
 
 Owns the arithmetic of DeepSpeed 0.19's ZeRO-3 as ds_sft sets it up: which buffer of which precision
 exists where, and which of them are alive together. Numbers in, numbers out: no torch, no files.
-What the model itself keeps is measured elsewhere (`model.activations`); the constants at the top
-are the only estimates, and `ASSUMPTIONS` says them. Sizes are per rank unless the name says node.
+What offloading takes of host memory is `host_memory`'s; what the model itself keeps is measured
+elsewhere (`model.activations`). The constants at the top are the only estimates, and `ASSUMPTIONS`
+says them. Sizes are per rank unless the name says node.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ds_sft.engine import gathering
+from ds_sft.engine import gathering, host_memory
 from ds_sft.engine.gathering import EMBEDDING, HEAD, LAYERS
+from ds_sft.engine.host_memory import device, rounding
 from ds_sft.recipe import low_rank
 
 GIB = 2**30
@@ -172,15 +174,15 @@ class Setup:
 def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -> Need:
     """Bytes of a run with the complete `ds_config` (what `engine_config` returns)."""
     zero = {**DEFAULTS, **ds_config["zero_optimization"]}
-    host = _host(setup, zero)
+    host = host_memory.of_rank(setup, zero)
     inputs, size = activations.parked
     here = min(setup.gpus_per_node, setup.world_size)
     home, params = device(zero, "offload_optimizer"), device(zero, "offload_param")
     swapped = (16 if home == "nvme" else 0) + (setup.compute_bytes if params == "nvme" else 0)
     return Need(
         gpu=_gpu(setup, zero, activations),
-        host_states=host[0] * here,
-        host_buffers=(host[1] + inputs * (size + _rounding(size, pinned=True))) * here,
+        host_states=host.states * here,
+        host_buffers=(host.buffers + inputs * (size + rounding(size, pinned=True))) * here,
         host_processes=PROCESS * here + min(5 * 10**9, 2 * setup.total),
         nvme=swapped * setup.own * here,
         checkpoint=4 * setup.total + setup.moment_bytes * setup.world_size
@@ -200,11 +202,6 @@ DEFAULTS: dict[str, Any] = {
     "zero_hpz_partition_size": 1,
 }
 """DeepSpeed's, where a file says nothing."""
-
-
-def device(zero: Mapping[str, Any], section: str) -> str:
-    """Where `offload_optimizer` or `offload_param` puts things: none, cpu or nvme."""
-    return str(zero.get(section, {}).get("device", "none"))
 
 
 def _gpu(setup: Setup, zero: Mapping[str, Any], activations: Activations) -> Gpu:
@@ -295,32 +292,3 @@ def _reduction(setup: Setup, zero: Mapping[str, Any], layers_only: bool) -> int:
     cast = setup.reduce_bytes if setup.reduce_bytes != setup.compute_bytes else 0
     laid_out = setup.reduce_bytes if largest % setup.world_size else 0
     return max(together, (cast + laid_out) * largest)
-
-
-def _host(setup: Setup, zero: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of states and of buffers that one rank has in host memory."""
-    states = buffers = 0
-    optimizer, params = zero.get("offload_optimizer", {}), zero.get("offload_param", {})
-    home, own, compute = device(zero, "offload_optimizer"), setup.own, setup.compute_bytes
-    pinned = optimizer.get("pin_memory", True)
-    if home == "cpu":
-        # Masters, two moments, the sum over microbatches, and the gradient that Adam reads.
-        states += 12 * own + setup.moment_bytes
-        buffers += 2 * _rounding(4 * own, pinned)
-    elif home == "nvme":
-        states += 4 * own
-        sub_group = min(own, zero["sub_group_size"] + setup.part(max(setup.numels.values())))
-        buffers += _rounding(4 * own, pinned) + 4 * optimizer.get("buffer_count", 4) * sub_group
-    if device(zero, "offload_param") == "cpu":
-        states += compute * own
-        buffers += _rounding(compute * own, pinned=True)
-    elif device(zero, "offload_param") == "nvme":
-        count, size = params.get("buffer_count", 5), params.get("buffer_size", 100_000_000)
-        states += compute * min(own, params.get("max_in_cpu", 0))
-        buffers += compute * count * size
-    return states, buffers
-
-
-def _rounding(size: int, pinned: bool) -> int:
-    """What torch's pinned allocator adds: sizes are powers of two."""
-    return (1 << (size - 1).bit_length()) - size if pinned and size else 0

@@ -103,7 +103,8 @@ def is_stale(lock: Path, stale_after: float = STALE_AFTER_SECONDS) -> bool:
         age = time.time() - lock.stat().st_mtime
     except FileNotFoundError:
         return False
-    return age > stale_after and not is_being_built(lock.parent)
+    # A clock that was set back makes a lock look as if it came from the future.
+    return abs(age) > stale_after and not is_being_built(lock.parent)
 
 
 def clear_stale_locks(root: Path, names: Iterable[str], stale_after: float) -> list[Path]:

@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from ds_sft.data import geometry
 from ds_sft.model import attention
 from ds_sft.model.layers import LayerChoices
 from ds_sft.model.sft import DeviceBatch, SftModel, arrange
@@ -60,11 +61,23 @@ def cuts(
     """Two models cut to few layers, from which `engine.memory.extrapolated` makes the whole one.
 
     They differ by `period` layers, after which the layers repeat (as with one recomputed in so
-    many), and end as the whole model does. `how` is that of `measure`.
+    many), and end as the whole model does. `how` is that of `measure`. A model whose layers differ
+    is measured whole, in the place of both.
     """
     layers = config["num_hidden_layers"]
+    if not _alike(config, how.get("kernel", "varlen")):
+        whole = measure(config, layers, tokens, **how)
+        return replace(whole, num_layers=layers - 1), whole
     first = min(layers, period + layers % period)
     return tuple(measure(config, n, tokens, **how) for n in (first, first + period))  # type: ignore[return-value]
+
+
+def _alike(config: dict[str, Any], kernel: str) -> bool:
+    """Whether all layers keep the same; a window changes what the loop over documents holds."""
+    kinds = geometry.layers(config)
+    if kernel == "varlen":
+        kinds = [replace(kind, window=None) for kind in kinds]
+    return len(set(kinds)) == 1
 
 
 def of_choices(
@@ -102,7 +115,8 @@ def measure(
     the row, the worst case of both. `arranged` makes the trained model of a causal language model.
     """
     cut = {**copy.deepcopy(config), "num_hidden_layers": num_layers}
-    cut.pop("layer_types", None)  # one entry a layer, derived again from the new number
+    if num_layers != config["num_hidden_layers"]:
+        cut.pop("layer_types", None)  # one entry a layer, derived again from the new number
     auto = AutoConfig.for_model(**cut)
     auto.use_cache = False
     AttentionInterface.register(_NAME, _on_gpu if kernel == "varlen" else _on_cpu)
@@ -210,10 +224,10 @@ def _drop_gradients(model: SftModel) -> None:
 def _on_cpu(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None,
     *, scaling: float, segment_lengths: list[int], cu_seq_lens_q: torch.Tensor, max_length_q: int,
-    **_: Any,
+    sliding_window: int | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     out = attention._per_document(
-        query, key, value, scaling, segment_lengths, cu_seq_lens_q, max_length_q
+        query, key, value, scaling, sliding_window, segment_lengths, cu_seq_lens_q, max_length_q
     )
     return out, None
 
@@ -221,6 +235,9 @@ def _on_cpu(
 def _on_gpu(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **_: Any
 ) -> tuple[torch.Tensor, None]:
+    if query.shape[-1] > geometry.LARGEST_HEAD:  # sdpa, which wants as many key heads
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return _Varlen.apply(q, k, v)[None], None
 

@@ -20,7 +20,7 @@ import torch
 
 from ds_sft.errors import ConfigError
 
-ARCHITECTURES = ("qwen3", "llama")
+ARCHITECTURES = ("qwen3", "qwen2", "llama")
 
 
 def obstacle(config: dict[str, Any], device: torch.device) -> str | None:

@@ -10,42 +10,44 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from ds_sft.data.model_files import weight_files
+from ds_sft.data.architectures import unused_tensors
+from ds_sft.data.model_files import ModelFiles, text_name, weight_files
 from ds_sft.errors import ConfigError
 from ds_sft.model import attention
+from ds_sft.model.kinds import parameter_kinds
 from ds_sft.model.layers import LayerChoices
 from ds_sft.model.partitions import fetch_once, fill_part, resident_sub_groups
 from ds_sft.model.sft import SftModel, arrange
+from ds_sft.recipe.decay import kind_decays
 
 
 def build_partitioned(
-    directory: Path,
+    source: ModelFiles,
     ds_config: dict[str, Any],
     dtype: torch.dtype,
     loss_chunk_size: int,
     choices: LayerChoices,
     device: torch.device,
+    *,
+    random_weights: bool = False,
 ) -> SftModel:
-    """The model of `directory` with its weights, each rank holding 1 / world_size of every tensor.
+    """The model of `source` with its weights, each rank holding 1 / world_size of every tensor.
 
-    Raises ConfigError when the files lack a parameter or hold one that the architecture has not.
+    `random_weights` takes none from the files: to see what a model needs, config.json is enough.
+
+    Raises ConfigError when the files lack a parameter or hold one that the architecture has not,
+    and for a class of which more than decoder layers and a plain head would have to be trained.
     """
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    config.use_cache = False
-    model_class: Any = AutoModelForCausalLM._model_mapping[
-        type(config)
-    ]  # imported before zero.Init:
-    # an import inside that context runs under patched tensor constructors and fails.
+    config, model_class = config_and_class(source.config)
     # zero.Init takes its dtype from the config; its own dtype argument turns into bf16 on a CPU.
     with deepspeed.zero.Init(config_dict_or_path=ds_config), no_init_weights():
         causal_lm = model_class._from_config(
@@ -53,13 +55,64 @@ def build_partitioned(
         )
     causal_lm.tie_weights()  # left out with the initialisation
     _rebuild_buffers(causal_lm)
+    require_plain_decoder(causal_lm)
     model = arrange(causal_lm, loss_chunk_size, choices, device)
     fetch_once(model)
-    with WeightFiles(directory) as files:
+    if random_weights:
+        for parameter in model.parameters():
+            fill_part(parameter, _random_part(parameter, config.initializer_range))
+        return model
+    with WeightFiles(source) as files:
         files.check_names(model)
         for name, parameter in model.named_parameters():
             fill_part(parameter, files.local_slice(name, parameter))
+        for name, buffer in stored_buffers(model).items():
+            # In the precision of the file: nothing rounds it once more for an export.
+            buffer.data = files.whole(name, tuple(buffer.shape)).to(buffer.device)
     return model
+
+
+def _random_part(parameter: Any, deviation: float) -> torch.Tensor:
+    """A rank's part of a new weight; norms, the only vectors beside biases, start at one."""
+    size = parameter.partition_numel()
+    return torch.ones(size) if len(parameter.ds_shape) == 1 else torch.randn(size) * deviation
+
+
+def config_and_class(config: dict[str, Any]) -> tuple[Any, Any]:
+    """transformers' configuration object and model class for a config.json.
+
+    The class is imported here: inside zero.Init an import runs under patched tensor constructors
+    and fails.
+    """
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    made.use_cache = False
+    return made, AutoModelForCausalLM._model_mapping[type(made)]
+
+
+def require_plain_decoder(causal_lm: Any) -> None:
+    """Raise ConfigError unless all of `causal_lm` is decoder layers and a head that is one matrix.
+
+    The trained model is its `model` and its `lm_head.weight`: anything else would be left out.
+    """
+    parts = {name.split(".")[0] for name, _ in causal_lm.named_parameters()}
+    head = getattr(causal_lm, "lm_head", None)
+    layers_found = hasattr(getattr(causal_lm, "model", None), "layers")
+    if parts - {"model", "lm_head"} or not isinstance(head, nn.Linear) or not layers_found:
+        raise ConfigError(
+            f"{type(causal_lm).__name__} is not decoder layers with a linear head, but has "
+            f"{', '.join(sorted(parts))}: use a tested architecture"
+        )
+    if head.bias is not None:
+        raise ConfigError(
+            f"{type(causal_lm).__name__} has a bias in its head, which the head here has not: use "
+            "a tested architecture"
+        )
+
+
+def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that are stored with the weights, by name."""
+    stored = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def _rebuild_buffers(causal_lm: nn.Module) -> None:
@@ -75,13 +128,13 @@ def _rebuild_buffers(causal_lm: nn.Module) -> None:
                 setattr(parent, name, type(child)(child.config).to(device))
 
 
-def restore_float32_masters(model: nn.Module, directory: Path) -> int:
+def restore_float32_masters(model: nn.Module, source: ModelFiles) -> int:
     """Write float32 weights of the files into the masters; returns how many parameters that were.
 
     A bf16 engine makes its masters from the weights that it has already rounded; a checkpoint in
     float32 would lose its low bits for the whole run.
     """
-    with WeightFiles(directory) as files:
+    with WeightFiles(source) as files:
         names = {p: name for name, p in model.named_parameters() if files.dtype(name) == "F32"}
         if not names:
             return 0  # the masters need not be read from a disk
@@ -97,15 +150,20 @@ def restore_float32_masters(model: nn.Module, directory: Path) -> int:
 class WeightFiles:
     """The safetensors files of a model directory, read slice by slice."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, source: ModelFiles) -> None:
+        self.directory = source.directory
+        self._unused = unused_tensors(source.config)
         self._open = ExitStack()
-        self._files: dict[str, Any] = {}
+        # By the trained model's name: the open file, and the name in it.
+        self._files: dict[str, tuple[Any, str]] = {}
 
     def __enter__(self) -> WeightFiles:
         for path in weight_files(self.directory):
             file = self._open.enter_context(safe_open(path, framework="pt"))
-            self._files.update(dict.fromkeys(file.keys(), file))
+            for stored in file.keys():  # noqa: SIM118 - it is no mapping
+                name = text_name(stored)
+                if name is not None and name not in self._unused:
+                    self._files[name] = (file, stored)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -113,7 +171,7 @@ class WeightFiles:
 
     def check_names(self, model: nn.Module) -> None:
         """Raise ConfigError unless the files hold exactly the model's parameters and buffers."""
-        wanted = {name for name, _ in model.named_parameters()}
+        wanted = {name for name, _ in model.named_parameters()} | stored_buffers(model).keys()
         # named_parameters lists a tied tensor once; files may hold it under either name.
         known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         known |= {name for name, _ in model.named_buffers()}
@@ -127,14 +185,28 @@ class WeightFiles:
 
     def dtype(self, name: str) -> str:
         """Storage type of a tensor, as safetensors spells it (BF16, F32, ...)."""
-        return self._files[name].get_slice(name).get_dtype()
+        return self._slice(name).get_dtype()
+
+    def _slice(self, name: str) -> Any:
+        file, stored = self._files[name]
+        return file.get_slice(stored)
+
+    def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """All of a small tensor, which must have `shape`."""
+        tensor: torch.Tensor = self._slice(name)[:]
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(
+                f"{self.directory}: {name} has shape {tuple(tensor.shape)}, config.json asks for "
+                f"{shape}: take the files of one and the same model"
+            )
+        return tensor
 
     def local_slice(self, name: str, parameter: Any) -> torch.Tensor:
         """This rank's flat part of tensor `name`, padded with zeros like DeepSpeed's.
 
         ZeRO-3 cuts the row-major flat tensor into world_size parts of ceil(n / world_size) values.
         """
-        stored = self._files[name].get_slice(name)
+        stored = self._slice(name)
         shape = tuple(stored.get_shape())
         if shape != tuple(parameter.ds_shape):
             raise ConfigError(
@@ -150,11 +222,12 @@ class WeightFiles:
         return nn.functional.pad(part, (0, size - part.numel()))
 
 
-def parameter_groups(model: nn.Module, decayed: Any, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two optimizer groups: with and without weight decay, in the order of the model."""
+    kinds = parameter_kinds(model)
 
     def named(wanted: bool) -> Iterator[nn.Parameter]:
-        return (p for name, p in model.named_parameters() if decayed(name) is wanted)
+        return (p for n, p in model.named_parameters() if kind_decays(kinds[n]) is wanted)
 
     groups = [
         {"params": list(named(True)), "weight_decay": weight_decay},

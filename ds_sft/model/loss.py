@@ -20,12 +20,16 @@ from torch.autograd.function import once_differentiable
 
 
 class LossHead(nn.Module):
-    """The language-model head as a loss: owns `weight` [vocabulary, hidden]."""
+    """The language-model head as a loss: owns `weight` [vocabulary, hidden].
 
-    def __init__(self, weight: nn.Parameter, chunk_size: int) -> None:
+    `softcap` bounds the logits to softcap * tanh(logits / softcap), as Gemma's heads do.
+    """
+
+    def __init__(self, weight: nn.Parameter, chunk_size: int, softcap: float | None = None) -> None:
         super().__init__()
         self.weight = weight
         self.chunk_size = chunk_size
+        self.softcap = softcap
 
     def forward(
         self, hidden: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
@@ -38,7 +42,9 @@ class LossHead(nn.Module):
         # Inside a Function autograd is off, and a parameter asks for a gradient even under no_grad:
         # asked here, so that an evaluation does not pay for gradients that nobody wants.
         wanted = torch.is_grad_enabled()
-        return _ChunkedCrossEntropy.apply(hidden, self.weight, positions, labels, chunk, wanted)
+        return _ChunkedCrossEntropy.apply(
+            hidden, self.weight, positions, labels, chunk, wanted, self.softcap
+        )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -51,6 +57,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         chunk_size: int,
         wanted: bool,
+        softcap: float | None,
     ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with_grad = wanted and any(ctx.needs_input_grad[:2])
@@ -60,11 +67,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for pos, label in zip(positions.split(chunk_size), labels.split(chunk_size), strict=True):
             inputs = hidden[pos]  # [C, H]
             logits = (inputs @ weight.t()).float()  # [C, V]
+            slope = _cap(logits, softcap, with_grad) if softcap else None
             lse = logits.logsumexp(dim=1, keepdim=True)  # [C, 1]
             total += (lse - logits.gather(1, label[:, None])).sum()
             if with_grad:
                 probs = logits.sub_(lse).exp_()
                 probs[torch.arange(len(label), device=label.device), label] -= 1.0
+                if slope is not None:
+                    probs *= slope
                 grad_logits = probs.to(hidden.dtype)
                 grad_hidden[pos] = grad_logits @ weight
                 grad_weight += grad_logits.t() @ inputs
@@ -84,4 +94,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+def _cap(logits: torch.Tensor, softcap: float, with_slope: bool) -> torch.Tensor | None:
+    """Cap float32 `logits` in place; returns the derivative of the capped ones if asked."""
+    logits.div_(softcap).tanh_()
+    slope = torch.addcmul(logits.new_ones(()), logits, logits, value=-1.0) if with_slope else None
+    logits.mul_(softcap)
+    return slope

@@ -16,6 +16,7 @@ from torch import nn
 
 from ds_sft.data.collate import IGNORE, HostBatch
 from ds_sft.model import layers
+from ds_sft.model.kinds import embeddings
 from ds_sft.model.layers import LayerChoices
 from ds_sft.model.loss import LossHead
 
@@ -72,8 +73,9 @@ def arrange(
     device: torch.device = _CPU,
 ) -> SftModel:
     """`causal_lm` as it is trained: its layers as chosen, a chunked head."""
-    # torch drops the gradient of the padding token's embedding; Levanter does not.
-    causal_lm.get_input_embeddings().padding_idx = None
+    for embedding in embeddings(causal_lm):
+        # torch drops the gradient of the padding token's embedding; Levanter does not.
+        embedding.padding_idx = None
     layers.apply(causal_lm, choices, device)
     return SftModel(causal_lm, loss_chunk_size)
 
@@ -84,7 +86,8 @@ class SftModel(nn.Module):
     def __init__(self, causal_lm: Any, loss_chunk_size: int) -> None:
         super().__init__()
         self.model = causal_lm.model
-        self.lm_head = LossHead(causal_lm.lm_head.weight, loss_chunk_size)
+        softcap = getattr(causal_lm.config, "final_logit_softcapping", None)
+        self.lm_head = LossHead(causal_lm.lm_head.weight, loss_chunk_size, softcap)
 
     def hidden_states(self, batch: DeviceBatch) -> torch.Tensor:
         """Last hidden states [T, H]."""

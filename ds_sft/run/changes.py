@@ -33,7 +33,10 @@ FREE_CONFIG = (
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
     "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
-PACKAGES = ("ds-sft", "deepspeed", "torch", "transformers", "safetensors", "numpy", "flash-attn")
+PACKAGES = (
+    "ds-sft", "deepspeed", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy",
+    "flash-attn", "liger-kernel",
+)  # fmt: skip
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip

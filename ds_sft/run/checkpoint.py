@@ -8,6 +8,7 @@ checkpoint is never touched before its successor is whole. Leaves the choice of 
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,9 @@ def save(
 
     def finish() -> None:
         _copy_model_files(model_dir, tokenizer_dir, partial / "model")
+        # Not the file's: of a multimodal model only the text part was trained.
+        config = json.dumps(meta["model"]["config.json"], indent=2) + "\n"
+        (partial / "model" / "config.json").write_text(config, encoding="utf-8")
         files.update(seal(partial, [f"model/{name}" for name in names_in(partial / "model")]))
         text = sealed_json({"format": FORMAT, **meta, "files": files})
         (partial / META_NAME).write_text(text, encoding="utf-8")
@@ -112,9 +116,8 @@ def _write_states(engine: Any, partial: Path) -> Files:
 def _copy_model_files(model_dir: Path, tokenizer_dir: Path, to: Path) -> None:
     """What an export needs besides the weights, so that a checkpoint is enough to make one."""
     to.mkdir()
-    for name in ("config.json", "generation_config.json"):
-        if (model_dir / name).is_file():
-            shutil.copyfile(model_dir / name, to / name)
+    if (model_dir / "generation_config.json").is_file():
+        shutil.copyfile(model_dir / "generation_config.json", to / "generation_config.json")
     shutil.copytree(tokenizer_dir, to / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
 
 

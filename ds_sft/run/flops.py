@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import numpy.typing as npt
 import torch
 
+from ds_sft.data.geometry import width_times_context
 from ds_sft.data.model_files import ModelFiles
+from ds_sft.recipe.decay import EMBEDDING, kind_of_name
+
+TOKEN_EMBEDDING = "model.embed_tokens.weight"
 
 # Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12}
@@ -15,20 +20,17 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A
 def flops_per_token(model: ModelFiles, doc_lens: npt.ArrayLike) -> float:
     """Forward and backward FLOPs per document token: 6 N + 12 * layers * width * context.
 
-    N excludes the input embedding (a lookup); context is the mean number of tokens attended to,
-    half a document for each of its tokens, which gives 6 * layers * width * sum(n^2) / sum(n).
+    N excludes the input embeddings (lookups); context is the mean number of tokens attended to,
+    half a document for each of its tokens, and no more than a layer's window.
     Recomputation is not counted. Source: PaLM (arXiv:2204.02311), appendix B.
     """
-    config = model.config
-    embedding = 0 if model.tied else config["vocab_size"] * config["hidden_size"]
-    heads = config["num_attention_heads"]
-    width = heads * config.get("head_dim", config["hidden_size"] // heads)
-    lengths = np.asarray(doc_lens, dtype=np.float64)
-    context = float((lengths**2).sum() / max(lengths.sum(), 1.0))
-    return (
-        6.0 * (model.num_parameters - embedding)
-        + 6.0 * config["num_hidden_layers"] * width * context
+    lookups = sum(
+        math.prod(shape)
+        for name, (shape, _) in model.tensors.items()
+        if kind_of_name(name) == EMBEDDING and not (model.tied and name == TOKEN_EMBEDDING)
     )
+    attention = 6.0 * width_times_context(model.config, doc_lens)
+    return 6.0 * (model.num_parameters - lookups) + attention
 
 
 def mfu_factor(model: ModelFiles, doc_lens: npt.ArrayLike) -> float | None:

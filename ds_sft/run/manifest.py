@@ -14,12 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ds_sft.data.model_files import ModelFiles
 from ds_sft.data.packed import PackedDataset
 from ds_sft.data.sealed import sealed_json
 from ds_sft.flags import RunConfig
 from ds_sft.presets import NOT_FOR_PUBLISHING
 from ds_sft.recipe.recipe import Recipe
-from ds_sft.run import changes
+from ds_sft.run import changes, provenance
 from ds_sft.run.atomic import write_file
 from ds_sft.run.layout import RunDir
 
@@ -30,16 +31,20 @@ def write_run_json(
     recipe: Recipe,
     ds_config: dict[str, Any],
     data: PackedDataset,
+    model: ModelFiles,
+    tokenizer_dir: Path,
     *,
     world_size: int,
     first_step: int,
 ) -> None:
-    """Record recipe, configuration, data, versions and command line."""
+    """Record recipe, configuration, data, versions and command line, and what it is made from."""
+    before = _before(run_dir)
     record = {
         "recipe": dataclasses.asdict(recipe),
         "run": {k: _plain(v) for k, v in dataclasses.asdict(run).items()},
         "deepspeed_config": ds_config,
         "data": {"path": str(data.path), "manifest_sha256": data.manifest_sha256},
+        "made_from": provenance.record(data, model, tokenizer_dir, before.get("made_from") or {}),
         "world_size": world_size,
         "first_step": first_step,
         "command": [sys.executable, *sys.argv],
@@ -48,19 +53,20 @@ def write_run_json(
         "git_commit": _git_commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    mark = NOT_FOR_PUBLISHING.get(run.preset) or (_mark(run_dir) if first_step else None)
+    earlier = before.get("not_for_publishing") if first_step else None
+    mark = NOT_FOR_PUBLISHING.get(run.preset) or earlier
     if mark:
-        record["not_for_publishing"] = mark
+        record["not_for_publishing"] = str(mark)
     write_file(run_dir.run_json, sealed_json(record))
 
 
-def _mark(run_dir: RunDir) -> str | None:
-    """What the run.json of the steps before this start says about publishing."""
+def _before(run_dir: RunDir) -> dict[str, Any]:
+    """The run.json of the start before this one; empty where there is none that can be read."""
     try:
-        found = json.loads(run_dir.run_json.read_text(encoding="utf-8"))["not_for_publishing"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return str(found)
+        found = json.loads(run_dir.run_json.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_finished(run_dir: RunDir, completed: int, seconds: float, loss: float | None) -> None:

@@ -57,6 +57,7 @@ def load(engine: Any, native: NativeCheckpoint) -> None:
             optimizer.state[flat] = _adam_state(optimizer, native, flat, places)
         # The weights of the forward pass are the masters, rounded and put away as after an update.
         zero._reassign_or_swap_out_partitioned_parameters(index)
+    zero.invalidate_secondary_tensor()  # hpZ's copies, made from other weights
     zero.checkpoint_event_epilogue()
     engine.global_steps = native.meta["completed"]
     # Rank 0 may rename or delete directories next, which another rank may still be opening.

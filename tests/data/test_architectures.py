@@ -1,9 +1,27 @@
 import math
+from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 
-from ds_sft.data.architectures import expected_shapes
+from ds_sft.data.architectures import (
+    TESTED_ARCHITECTURES,
+    check_architecture,
+    expected_buffers,
+    expected_shapes,
+    text_part,
+    unused_tensors,
+)
+from ds_sft.data.geometry import (
+    DEFAULTS,
+    completed,
+    head_sizes,
+    layers,
+    note_large_heads,
+    width_times_context,
+)
+from ds_sft.errors import ConfigError
 
 SIZES = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 96,
@@ -47,3 +65,129 @@ def test_names_and_shapes_are_those_of_transformers(
     theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     ours = {**config.to_dict(), "architectures": [f"{name}ForCausalLM"]}
     assert expected_shapes(ours, tied) == theirs
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_tensors_and_layers_of_every_family_are_those_of_transformers(
+    family: str, tied: bool
+) -> None:
+    model = families.make(family, tied)
+    saved = model.config.to_dict()
+    config = {**saved, "architectures": [families.FAMILIES[family][1]]}
+    theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert expected_shapes(config, tied) == theirs
+    stored = {n: tuple(t.shape) for n, t in model.state_dict().items() if n not in theirs}
+    assert expected_buffers(config) == {n: s for n, s in stored.items() if n != "lm_head.weight"}
+    for ours, layer in zip(layers(config), model.model.layers, strict=True):
+        attn = layer.self_attn
+        assert (ours.head, ours.window) == (attn.head_dim, getattr(attn, "sliding_window", None))
+        assert ours.kv_heads * attn.num_key_value_groups == ours.heads
+        assert ours.inner == layer.mlp.gate_proj.out_features
+        assert ours.shares_kv is not hasattr(attn, "k_proj")
+
+
+def published(**changes: Any) -> dict[str, Any]:
+    """What a published config.json of Gemma 4 says about its text part."""
+    return {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 1536,
+        "intermediate_size": 6144, "num_hidden_layers": 35, "num_attention_heads": 8,
+        "num_key_value_heads": 1, "global_head_dim": 512, "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+        "layer_types": ([*["sliding_attention"] * 4, "full_attention"] * 7), **changes,
+    }  # fmt: skip
+
+
+def test_a_published_config_without_its_defaults_is_read_as_transformers_reads_it() -> None:
+    import transformers
+
+    raw = published()
+    config = transformers.Gemma4TextConfig(
+        **{k: v for k, v in raw.items() if k not in ("architectures", "model_type")}
+    )
+    assert layers(completed(raw)) == layers({**config.to_dict(), "architectures": ["x"]})
+    assert head_sizes(completed(raw)) == [256, 512]
+    assert [layer.inner for layer in layers(completed(raw))] == [6144] * 15 + [12288] * 20
+    assert len(unused_tensors(completed(raw))) == 4 * 20
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("gemma3_text", "Gemma3TextConfig"),
+        ("gemma4_text", "Gemma4TextConfig"),
+        ("gemma4_unified_text", "Gemma4UnifiedTextConfig"),
+    ],
+)
+def test_what_is_filled_in_is_what_transformers_fills_in(model_type: str, name: str) -> None:
+    import transformers
+
+    theirs = getattr(transformers, name)().to_dict()
+    assert {key: theirs[key] for key in DEFAULTS[model_type]} == DEFAULTS[model_type]
+    assert completed({"model_type": model_type, "vocab_size": 7})["vocab_size"] == 7
+    assert completed({"model_type": "qwen3"}) == {"model_type": "qwen3"}
+
+
+def test_heads_that_no_varlen_kernel_takes_are_refused_or_said() -> None:
+    sizes = head_sizes(completed(published()))
+    for asked in ("flash_attention_2", "varlen"):
+        with pytest.raises(ConfigError, match=f"--attn-impl {asked} takes heads of up to 256"):
+            note_large_heads(asked, sizes)
+    (note,) = note_large_heads("auto", sizes)
+    assert "heads of 512 run on sdpa" in note
+    assert note_large_heads("sdpa", sizes) == note_large_heads("auto", [64, 256]) == []
+
+
+def test_work_inside_a_window_is_counted_by_hand() -> None:
+    config = completed(published(layer_types=None, num_hidden_layers=6, num_kv_shared_layers=0))
+    lengths = [100, 700]
+    pairs = 0
+    for layer in layers(config):
+        seen = sum(min(i + 1, layer.window or n) for n in lengths for i in range(n))
+        pairs += layer.heads * layer.head * (2 * seen - sum(lengths))  # half of one's own token
+    got = width_times_context(config, lengths) * sum(lengths)
+    assert got == pytest.approx(pairs, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "mixture of experts"),
+        ({"architectures": ["Gemma4ForCausalLM"], "enable_moe_block": True}, "mixture of experts"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "not a text model"),
+        ({"architectures": ["LlavaForConditionalGeneration"], "text_config": {}}, "not a text"),
+        ({"architectures": ["Qwen2VLForCausalLM"], "text_config": {}}, "not a text model"),
+        ({"architectures": ["OddForCausalLM"], "auto_map": {}}, "code from its own repository"),
+        ({"architectures": ["OlmoForCausalLM"], "logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "dynamic"}},
+         "rope_type dynamic depends on the longest position"),
+        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "longrope"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "causal"),
+        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0}, "softcapping"),
+        ({"architectures": ["OddForCausalLM"], "layer_types": ["linear_attention"]}, "linear_att"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_rightly_is_refused_whatever_is_allowed(
+    config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_architecture(Path("m"), config, allow_untested=True)
+
+
+def test_an_untested_architecture_says_what_to_check_and_can_be_allowed() -> None:
+    config = {"architectures": ["Olmo2ForCausalLM"]}
+    with pytest.raises(ConfigError, match=r"Olmo2ForCausalLM is not tested.*packed documents do"):
+        check_architecture(Path("m"), config)
+    check_architecture(Path("m"), config, allow_untested=True)
+    for name in TESTED_ARCHITECTURES:
+        check_architecture(Path("m"), {"architectures": [name]})
+
+
+def test_the_text_part_of_a_multimodal_model_is_a_model_of_its_own() -> None:
+    text = {"model_type": "gemma4_text", "hidden_size": 8}
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4",
+             "tie_word_embeddings": True, "vision_config": {}, "text_config": text}  # fmt: skip
+    assert text_part(outer) == {
+        **text, "architectures": ["Gemma4ForCausalLM"], "tie_word_embeddings": True
+    }  # fmt: skip
+    assert text_part({"architectures": ["Qwen3ForCausalLM"]}) is None

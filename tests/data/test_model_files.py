@@ -108,7 +108,7 @@ def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"architectures": ["Gemma3ForCausalLM"]}, "Gemma3ForCausalLM is not tested"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM is not tested"),
         ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}, "mixture of experts"),
         ({"architectures": ["MixtralForCausalLM"]}, "mixture of experts"),
         ({"architectures": ["OddLM"], "auto_map": {"AutoModel": "odd.py"}}, "auto_map"),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import (
     CONTEXT,
     DEFAULTS,
@@ -16,7 +17,6 @@ from ds_sft.engine.memory import (
     Need,
     Setup,
     _reduction,
-    device,
     extrapolated,
     need,
     parked,

@@ -12,6 +12,8 @@ from transformers import (
     AttentionInterface,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -120,6 +122,7 @@ def small_model(name: str, dtype: torch.dtype, **choices: Any) -> SftModel:
     """A model of 6 layers with random weights, norms that are not ones, and documents."""
     config_class, model_class = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
     }[name]
     attention.register("sdpa")

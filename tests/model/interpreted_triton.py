@@ -52,10 +52,12 @@ def main(model_type: str) -> None:
     from ds_sft.model.sft import DeviceBatch, SftModel
 
     attention.register("sdpa")
-    name = {"qwen3": "Qwen3", "llama": "Llama"}[model_type]
+    name = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[model_type]
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
              "vocab_size": 64}  # fmt: skip
+    if name == "Qwen2":
+        del shape["head_dim"]  # it has none of its own: 32 / 4
     config = getattr(transformers, f"{name}Config")(**shape, attn_implementation=attention.NAME)
     cpu = torch.device("cpu")
     close_gaps()

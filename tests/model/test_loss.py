@@ -43,6 +43,24 @@ def test_sum_and_gradients_equal_torchs_in_float32(chunk):
     torch.testing.assert_close(grads[1], weight.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk", [0, 5])
+@pytest.mark.parametrize("softcap", [0.5, 3.0, 30.0])
+def test_capped_logits_and_their_gradients_equal_torchs(chunk: int, softcap: float) -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    positions = torch.nonzero(targets != -100).flatten()
+    got = LossHead(weight, chunk, softcap)(hidden, positions, targets[positions]) * 0.37
+    got.backward()
+    grads = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    logits = softcap * torch.tanh(hidden @ weight.t() / softcap)
+    assert (logits - hidden @ weight.t()).abs().max() > 1e-2  # the cap is felt
+    want = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") * 0.37
+    want.backward()
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(grads[0], hidden.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grads[1], weight.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_bfloat16_gradients_are_those_of_float32_within_bfloat16_rounding():
     hidden, weight, targets = inputs(torch.bfloat16)
     ours(hidden, weight, targets, 5).backward()

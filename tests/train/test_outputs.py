@@ -47,6 +47,13 @@ def test_run_json_holds_what_is_needed_to_run_again(launched: tuple) -> None:
     words_of_ranks = [word for word in record["command"] if not word.startswith("--local_rank")]
     assert words_of_ranks[2:] == [str(word) for word in words]
     assert re.fullmatch(r"[0-9a-f]{64}", record["data"]["manifest_sha256"])
+    made_from = record["made_from"]
+    assert made_from["data"]["files_sha256"]["tokens.npy"]
+    assert made_from["base_checkpoint"]["how"] == "sha256 of every file"
+    assert {"model.safetensors", "config.json"} <= made_from["base_checkpoint"][
+        "files_sha256"
+    ].keys()
+    assert re.fullmatch(r"[0-9a-f]{64}", made_from["tokenizer"]["chat_template_sha256"])
     assert record["git_commit"] is None or re.fullmatch(r"[0-9a-f]{40}", record["git_commit"])
 
 
