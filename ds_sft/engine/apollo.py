@@ -30,7 +30,7 @@ from torch.optim.adamw import adamw
 
 from ds_sft.engine import apollo_maths as maths
 from ds_sft.errors import CheckpointError
-from ds_sft.model.loss import LossHead
+from ds_sft.model.kinds import parameter_kinds
 from ds_sft.recipe import low_rank
 from ds_sft.recipe.low_rank import BUCKET, LOW_RANK, Tensor
 from ds_sft.recipe.recipe import ApolloSettings, Recipe
@@ -311,29 +311,9 @@ def _buckets(parts: list[Part], rank: int) -> Iterator[list[Part]]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter of a partitioned model with its kind, by the classes of its modules.
-
-    One that several modules share (a tied head) is what the first one that is no linear layer says.
-    """
-    kinds: dict[Any, str] = {}
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False):
-            if kinds.get(param, low_rank.LINEAR) == low_rank.LINEAR:
-                kinds[param] = _kind(module, name)
+    """Every parameter of a partitioned model with its kind, by the class of its module."""
+    kinds = parameter_kinds(model)
     return {
-        name: Tensor(kind=kinds[p], shape=tuple(getattr(p, "ds_shape", p.shape)))
+        name: Tensor(kind=kinds[name], shape=tuple(getattr(p, "ds_shape", p.shape)))
         for name, p in model.named_parameters()
     }
-
-
-def _kind(module: nn.Module, name: str) -> str:
-    if name.endswith("bias"):
-        return "bias"
-    if isinstance(module, nn.Linear):
-        return low_rank.LINEAR
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    if isinstance(module, LossHead):
-        return "head"
-    class_name = type(module).__name__
-    return "norm" if "norm" in class_name.lower() else class_name
