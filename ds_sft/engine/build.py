@@ -123,7 +123,7 @@ def build_engine(
     optimizer = choose_optimizer(ds_config, model, groups, recipe)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     if isinstance(optimizer, Apollo):
-        optimizer.attach(engine)
+        optimizer.attach(engine, timedelta(minutes=run.collective_timeout_minutes))
     if dtype is torch.bfloat16 and not random_weights:
         count = restore_float32_masters(engine.module, files)
         if count:

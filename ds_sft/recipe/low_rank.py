@@ -2,8 +2,8 @@
 
 Owns the rule and the arithmetic; the update itself is the engine room's. Only the weight of a
 linear layer with more than `rank` rows and columns is low-rank: embeddings, the head, norms,
-biases, vectors and small matrices take plain AdamW. The engine knows a parameter's kind by the
-class of its module; from a list of names (`kind_of_name`) the same is said before there is a model.
+biases, vectors and small matrices take plain AdamW. Leaves the kinds to `decay`: the engine knows
+them by the classes of the modules, a plan by the names.
 
 Source: APOLLO (arXiv:2412.05270).
 """
@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_sft.errors import ConfigError
+from ds_sft.recipe.decay import LINEAR, kind_of_name
 from ds_sft.recipe.recipe import Recipe
 
 Shape = tuple[int, ...]
-LINEAR = "linear"
 LOW_RANK = "low-rank"
 BUCKET = 1 << 24
 """Elements of projected gradient that are in memory at a time, or one tensor's if that is more:
@@ -30,7 +30,7 @@ class Tensor:
     """A parameter as the rule sees it."""
 
     kind: str
-    """linear, embedding, head, norm, bias, or what else its module is."""
+    """One of `decay.KINDS`."""
     shape: Shape
     """Of the whole parameter."""
 
@@ -47,18 +47,6 @@ def route(tensor: Tensor, rank: int) -> str:
     if len(tensor.shape) != 2:
         return "vector" if len(tensor.shape) < 2 else "tensor of 3 or more dimensions"
     return LOW_RANK if min(tensor.shape) > rank else f"matrix with min(m, n) <= {rank}"
-
-
-def kind_of_name(name: str) -> str:
-    """The kind of parameter `name` (`model.layers.0.mlp.up_proj.weight`) by its name alone."""
-    module = name.rpartition(".")[0].rpartition(".")[2]
-    if name.endswith("bias"):
-        return "bias"
-    if module == "lm_head":
-        return "head"
-    if module.startswith("embed_"):
-        return "embedding"
-    return "norm" if "norm" in module else LINEAR
 
 
 def by_name(shapes: Mapping[str, Shape]) -> dict[str, Tensor]:

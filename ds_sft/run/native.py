@@ -120,8 +120,9 @@ class NativeCheckpoint:
         flat_groups = {MASTERS: [state["fp32_flat_groups"] for state in states]}
         flat_groups |= {k: [[group[k] for group in groups] for groups in per_rank] for k in kinds}
         extents = {kind: _extents(kind, shapes, members[0], world_size) for kind in flat_groups}
-        steps = {int(group["step"]) for groups in per_rank for group in groups}
+        steps: set[int] = set()
         for rank, file in enumerate(rank_files(path, "optim", world_size)):
+            steps |= {int(group["step"]) for group in per_rank[rank]}
             if not all(0 <= step <= meta["completed"] for step in steps):
                 raise CheckpointError(
                     f"{file} has Adam at step {max(steps)} of {meta['completed']} completed ones: "

@@ -113,7 +113,8 @@ def _write_rank(
     zero = optim["optimizer_state_dict"]
     zero["partition_count"] = world_size
     zero["fp32_flat_groups"] = [flat(MASTERS, names) for names in groups]
-    for state, names in zip(zero["optimizer_state_dict"]["state"].values(), groups, strict=True):
+    for index, state in zero["optimizer_state_dict"]["state"].items():  # none before an update
+        names = groups[index]
         state.update({kind: flat(kind, names) for kind in native.flat_groups if kind != MASTERS})
     model["dp_world_size"] = world_size
     for kind, states in (("model", model), ("optim", optim)):
