@@ -23,7 +23,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_sft.data.model_files import ModelFiles
-from ds_sft.engine import ops, swap_files
+from ds_sft.engine import meeting, ops, swap_files
 from ds_sft.engine.config import optimizer_kind
 from ds_sft.errors import ConfigError
 from ds_sft.flags import RunConfig
@@ -46,11 +46,12 @@ def distributed(timeout_minutes: float) -> Iterator[None]:
     skip_inference_op()
     accelerator = get_accelerator()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(
-        dist_backend=accelerator.communication_backend_name(),
-        timeout=timedelta(minutes=timeout_minutes),
-        verbose=False,
-    )
+    with meeting.listening():
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name(),
+            timeout=timedelta(minutes=timeout_minutes),
+            verbose=False,
+        )
     yield
     # Only after success: on an error the other ranks may be inside a collective for good.
     dist.barrier()
