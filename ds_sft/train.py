@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_sft.cli import reporting
 from ds_sft.data.model_files import ModelFiles
-from ds_sft.engine import swap_files
+from ds_sft.engine import meeting, swap_files
 from ds_sft.engine.machine import set_threads
 from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.flags import parse_train
@@ -74,6 +74,7 @@ def dry_run(plan: Plan) -> None:
 def ending_at_once() -> Iterator[None]:
     """After an error between the ranks, leave with its exit code and without Python's teardown.
 
+    Before they have met, those of other hosts are told instead.
     A process group that is still alive makes the teardown abort now and then (seen as 250, from
     SIGABRT), which would hide the code; and to close it in order takes the other ranks.
     """
@@ -82,6 +83,7 @@ def ending_at_once() -> Iterator[None]:
     except BaseException as error:
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_initialized():
+            meeting.tell_others()
             raise
         code = error.code if isinstance(error, SystemExit) else 1
         if not isinstance(error, SystemExit):

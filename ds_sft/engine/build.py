@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_sft.data.model_files import ModelFiles
-from ds_sft.engine import ops, swap_files
+from ds_sft.engine import meeting, ops, swap_files
 from ds_sft.engine.apollo import Apollo, tensors_of
 from ds_sft.engine.config import optimizer_kind
 from ds_sft.errors import ConfigError
@@ -49,11 +49,12 @@ def distributed(timeout_minutes: float) -> Iterator[None]:
     skip_inference_op()
     accelerator = get_accelerator()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(
-        dist_backend=accelerator.communication_backend_name(),
-        timeout=timedelta(minutes=timeout_minutes),
-        verbose=False,
-    )
+    with meeting.listening():
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name(),
+            timeout=timedelta(minutes=timeout_minutes),
+            verbose=False,
+        )
     yield
     # Only after success: on an error the other ranks may be inside a collective for good.
     dist.barrier()
