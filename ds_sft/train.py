@@ -160,7 +160,8 @@ def train(plan: Plan, stopping: Stopping, threads: str) -> int:
             if not whole:
                 break
             log.resume_clock()
-        whole = whole and log.completed == schedule.num_steps
+        # A run that was stopped in its last export has no result yet: the next start makes it.
+        whole = whole and log.completed == schedule.num_steps and not saver.export_interrupted
         if not whole:
             saver.before_stopping(log.completed)
             log.stopped(stopping.reason or "--stop-after")

@@ -64,6 +64,7 @@ class Saver:
         self.last_save = time.monotonic()
         self.saved = 0
         self.failures_in_a_row = 0
+        self.export_interrupted = False  # by a wish to stop, on all ranks
         self.seconds_saving = 0.0
         # Gloo, beside the engine's own backend: its barrier waits on the CPU, for days if need be.
         self.patient = dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT)
@@ -245,15 +246,21 @@ class Saver:
         """
         out = step_dir(self.dir.exports, label)
         started = time.monotonic()
+
+        def asked() -> bool:
+            self.export_interrupted = interrupted()
+            return self.export_interrupted
+
         try:
             size = self.model.num_parameters * BYTES[self.run.hf_export_dtype]
             self._require_space(self.dir.exports, size)
             export_live(
                 self.engine, out, dtype=self.run.hf_export_dtype, source=self.source,
-                barrier=self.barrier, interrupted=interrupted,
+                barrier=self.barrier, interrupted=asked,
             )  # fmt: skip
         except CheckpointError as error:
-            say(f"[export] FAILED: {error}; the training goes on")
+            goes_on = "" if self.export_interrupted else "; the training goes on"
+            say(f"[export] FAILED: {error}{goes_on}")
             return
         self._account("export", out, size, started)
 
