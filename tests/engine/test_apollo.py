@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from torch import nn
@@ -49,6 +50,19 @@ def test_a_class_decides_where_a_name_would_be_wrong() -> None:
     tensors = tensors_of(Odd())
     assert low_rank.route(tensors["token_proj.weight"], 4) == "embedding"
     assert low_rank.route(tensors["mixer.weight"], 4) == "other"
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_in_every_family_the_layers_weights_are_low_rank_and_no_embedding_is(family: str) -> None:
+    model = arrange(families.make(family, None), loss_chunk_size=8)
+    tensors = tensors_of(model)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert tensors == low_rank.by_name(shapes)
+    low = {n for n, t in tensors.items() if low_rank.route(t, 2) == low_rank.LOW_RANK}
+    assert not any("embed" in name or "norm" in name or "lm_head" in name for name in low)
+    wanted = {n for n in tensors if "self_attn" in n or ".mlp." in n}
+    assert low >= {n for n in wanted if "norm" not in n and not n.endswith("bias")}
+    assert all(model.get_parameter(name).ndim == 2 for name in low)
 
 
 def test_a_checkpoint_with_other_low_rank_moments_is_refused() -> None:
