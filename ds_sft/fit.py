@@ -52,6 +52,10 @@ class FitFlags:
     """Precision of forward and backward."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which gradients are summed over ranks."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """As in training: precision of the masters."""
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """As in training: precision of Adam's moments."""
     loss_chunk_size: int = 2048
     """Tokens per chunk of the cross-entropy."""
     recompute_every: int = 1

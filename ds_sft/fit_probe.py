@@ -157,7 +157,7 @@ def _run(question: Question, found: Row, config: dict[str, Any], work: Path) -> 
         spec = {
             "data": str(work / "data"), "model": str(question.model.directory),
             "random_weights": without_weights(question), "steps": flags.probe,
-            "recipe": dataclasses.asdict(question.recipe()), "config": config, "name": found.name,
+            "recipe": dataclasses.asdict(question.recipe), "config": config, "name": found.name,
             "nvme_path": swap, "result": str(work / found.name),
             "run": {
                 "per_device_batch": flags.per_device_batch, "mlp_tiles": flags.mlp_tiles,

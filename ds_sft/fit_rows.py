@@ -61,6 +61,7 @@ class Question:
             reduce_bytes=2 if self.flags.grad_reduce_dtype == "bfloat16" else 4,
         )
 
+    @property
     def recipe(self) -> Recipe:
         """What was asked, as a recipe; the rest moves neither memory nor speed."""
         return Recipe(
@@ -68,12 +69,14 @@ class Question:
             train_batch_size=self.flags.train_batch_size,
             compute_dtype=self.flags.compute_dtype,
             grad_reduce_dtype=self.flags.grad_reduce_dtype,
+            master_dtype=self.flags.master_dtype,
+            optimizer_state_dtype=self.flags.optimizer_state_dtype,
         )  # fmt: skip
 
     def config(self, json_dict: dict[str, Any], where: str, world_size: int) -> dict[str, Any]:
         """The complete DeepSpeed configuration. Raises ConfigError."""
         return engine_config(
-            json_dict, where, self.recipe(), world_size=world_size,
+            json_dict, where, self.recipe, world_size=world_size,
             per_device_batch=self.flags.per_device_batch,
         )  # fmt: skip
 

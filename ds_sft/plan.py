@@ -148,6 +148,8 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         warning = note_host_memory(run.deepspeed_config, ds_config, model, world_size)
         notes += [warning] if warning else []
     point = _check_resume(run, recipe, data, model, tokenizer_dir, world_size, notes)
+    if recipe.departures:
+        notes.append(f"NOT LEVANTER'S CURVE: {', '.join(recipe.departures)}")
     _note_oddities(run, recipe, schedule, batches, model, notes)
     return Plan(
         run=run,
@@ -322,7 +324,7 @@ def _note_oddities(
             f"{batches.world_size} ranks x {batches.per_device_batch}"
         )
     if model is not None:
-        share = 12 * model.num_parameters / batches.world_size / 1e9
+        share = recipe.state_bytes * model.num_parameters / batches.world_size / 1e9
         if share > SECONDS_AFTER_SIGTERM * ASSUMED_GB_PER_SECOND:
             notes.append(
                 f"a checkpoint is {share:.0f} GB a rank, more than a launcher waits for after a "

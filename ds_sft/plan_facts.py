@@ -27,9 +27,6 @@ from ds_sft.recipe.schedule import Schedule
 if TYPE_CHECKING:
     from ds_sft.plan import Plan
 
-# A native checkpoint under ZeRO-3: float32 masters and Adam's two float32 moments. The weights for
-# computing are not in it, only placeholders, whatever the compute dtype.
-CHECKPOINT_BYTES_PER_PARAMETER = 12
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _EPOCHS_BY_DEFAULT = 8
 
@@ -193,7 +190,8 @@ def disk_facts(
     free = None if run.out is None else shutil.disk_usage(existing_parent(run.out)).free
     if model is None:
         return {"free": free, "needed": None}
-    one = CHECKPOINT_BYTES_PER_PARAMETER * model.num_parameters
+    # Under ZeRO-3 the weights for computing are not in a checkpoint, only placeholders.
+    one = recipe.state_bytes * model.num_parameters
     num_labels = len(cadence.labels(num_steps, recipe.steps_per_checkpoint))
     kept = min(run.keep_checkpoints or num_labels, num_labels)
     # The oldest goes only after the newest is whole, and a temporary one may lie beside them.

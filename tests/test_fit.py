@@ -209,6 +209,20 @@ def test_nothing_fits_is_an_answer_and_nothing_to_write_an_error(
     assert not (tmp_path / "my.json").exists()
 
 
+def test_masters_and_moments_in_bfloat16_need_less_where_deepspeed_can(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model-id", model_dir, "--gpu-memory", "80GiB", "--host-memory", "128GiB",
+             "--configs", SHIPPED, "--max-seq-len", 2048, "--json")  # fmt: skip
+    plain = json.loads(run(capsys, *words)[1])
+    low = ("--master-dtype", "bfloat16", "--optimizer-state-dtype", "bfloat16")
+    said = json.loads(run(capsys, *words, *low)[1])
+    one, two = (next(c for c in s["configurations"] if c["name"] == "zero3") for s in (plain, said))
+    assert 2 * two["gpu"]["optimizer"] == one["gpu"]["optimizer"]
+    assert len(said["refused"]) == len(plain["refused"]) + 2  # those with NVMe
+    assert all("NVMe is not supported" in line for line in said["refused"][1:])
+
+
 def test_a_file_for_another_number_of_ranks_is_left_out_and_said(
     model_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

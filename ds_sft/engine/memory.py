@@ -147,6 +147,10 @@ class Setup:
     """Of one element in forward and backward: 2 or 4."""
     reduce_bytes: int
     """Of one element while gradients are summed over ranks: 2 or 4."""
+    master_bytes: int = 4
+    """Of one element of the masters: 2 or 4."""
+    moment_width: int = 4
+    """Of one element of a moment: 2 or 4."""
 
     @property
     def total(self) -> int:
@@ -162,9 +166,24 @@ class Setup:
         """Elements that one rank owns."""
         return sum(map(self.part, self.numels.values()))
 
+    @property
+    def state_bytes(self) -> int:
+        """Of the master and both moments of one parameter."""
+        return self.master_bytes + 2 * self.moment_width
+
+    def at_precision(self, ds_config: Mapping[str, Any]) -> Setup:
+        """A copy whose masters and moments are as wide as the complete `ds_config` makes them."""
+        bf16 = ds_config.get("bf16", {})
+        return replace(
+            self,
+            master_bytes=2 if bf16.get("bf16_master_weights_and_grads") else 4,
+            moment_width=2 if bf16.get("bf16_optimizer_states") else 4,
+        )
+
 
 def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -> Need:
     """Bytes of a run with the complete `ds_config` (what `engine_config` returns)."""
+    setup = setup.at_precision(ds_config)
     zero = {**DEFAULTS, **ds_config["zero_optimization"]}
     host = host_memory.of_rank(setup, zero)
     inputs, size = activations.parked
@@ -177,7 +196,7 @@ def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -
         host_buffers=(host.buffers + inputs * (size + rounding(size, pinned=True))) * here,
         host_processes=PROCESS * here + min(5 * 10**9, 2 * setup.total),
         nvme=swapped * setup.own * here,
-        checkpoint=12 * setup.total,
+        checkpoint=setup.state_bytes * setup.total,
         export=2 * setup.total,
     )
 
@@ -227,7 +246,9 @@ def _phase(setup: Setup, zero: Mapping[str, Any], acts: Activations, phase: str)
     elif phase == UPDATE and optimizer_here:
         part = setup.part(largest)
         sub_group = min(setup.own, zero["sub_group_size"] + part)
-        working = max(4 * sub_group, 8 * part)  # its flat gradient; a norm in float64
+        working = max(
+            setup.master_bytes * sub_group, 8 * part
+        )  # its flat gradient; a norm in float64
     elif phase == EXPORT:
         working = 8 * largest  # one whole master at a time, and the copy that is written
     moving = kept + working + gathered + copies
@@ -236,7 +257,7 @@ def _phase(setup: Setup, zero: Mapping[str, Any], acts: Activations, phase: str)
         phase=phase,
         parameters=setup.compute_bytes * (setup.own if params_here else 0) + resident,
         gradients=4 * setup.own if optimizer_here else 0,
-        optimizer=12 * setup.own if optimizer_here else 0,
+        optimizer=setup.state_bytes * setup.own if optimizer_here else 0,
         activations=kept,
         working=working,
         gathered=gathered,

@@ -76,7 +76,9 @@ def host_bytes(config: dict[str, Any], model: ModelFiles, world_size: int) -> in
         compute_bytes=2 if config.get("bf16", {}).get("enabled") else 4,
         reduce_bytes=4,  # of the GPU
     )
-    needed = host_memory.of_rank(setup, {**DEFAULTS, **config["zero_optimization"]})
+    needed = host_memory.of_rank(
+        setup.at_precision(config), {**DEFAULTS, **config["zero_optimization"]}
+    )
     return ranks * (needed.states + needed.buffers)
 
 

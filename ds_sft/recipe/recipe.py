@@ -20,6 +20,7 @@ from ds_sft.errors import ConfigError
 
 MAX_STEPS = 100_000_000
 MAX_ERA = 2**40
+WIDTHS = {"bfloat16": 2, "float32": 4}
 LR_SCHEDULES = ("cosine", "linear", "constant", "inv_sqrt", "inv")
 REFUSED_LEVANTER_FIELDS = ("cycles", "cycle_length", "cooldown", "rewarmup")
 
@@ -73,9 +74,14 @@ class Recipe:
     steps_per_hf_export: int = 100
     """A Hugging Face export at every label that is a multiple of this."""
     compute_dtype: str = "bfloat16"
-    """Precision of forward and backward; the masters are always float32."""
+    """Precision of forward and backward."""
     grad_reduce_dtype: str = "float32"
     """Precision in which gradients are summed over ranks."""
+    master_dtype: str = "float32"
+    """Precision of the masters that Adam updates; bfloat16 loses updates below half a step of it,
+    so the curve is not Levanter's."""
+    optimizer_state_dtype: str = "float32"
+    """Precision of Adam's moments; bfloat16 needs --master-dtype bfloat16."""
     order: str = "sequential"
     """Order of the packs: sequential, shuffle (one seeded permutation), levanter-blocks,
     levanter-shuffle or levanter-era (Levanter's mixture with its `shuffle` false, true or a
@@ -112,7 +118,9 @@ class Recipe:
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "use 0 <= x < 1")
         _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use 0 to 1")
-        for name in ("compute_dtype", "grad_reduce_dtype"):
+        for name in (
+            "compute_dtype", "grad_reduce_dtype", "master_dtype", "optimizer_state_dtype",
+        ):  # fmt: skip
             _choice(name, getattr(self, name), ("bfloat16", "float32"))
         for name in ("trainer_seed", "data_seed"):
             _require(
@@ -143,6 +151,16 @@ class Recipe:
                 "compute_dtype=float32 with grad_reduce_dtype=bfloat16 loses what it "
                 "computed: use --grad-reduce-dtype float32"
             )
+        if self.compute_dtype == "float32" and self.master_dtype == "bfloat16":
+            raise ConfigError(
+                "compute_dtype=float32 with master_dtype=bfloat16 computes what the masters cannot "
+                "hold: use --compute-dtype bfloat16"
+            )
+        if self.master_dtype == "float32" and self.optimizer_state_dtype == "bfloat16":
+            raise ConfigError(
+                "optimizer_state_dtype=bfloat16 with master_dtype=float32 is not possible with "
+                "DeepSpeed: add --master-dtype bfloat16"
+            )
         if self.train_batch_size % self.loss_groups:
             low = self.train_batch_size // self.loss_groups * self.loss_groups
             near = [str(n) for n in (low, low + self.loss_groups) if n > 0]
@@ -150,6 +168,21 @@ class Recipe:
                 f"train_batch_size={self.train_batch_size} cannot be split into "
                 f"{self.loss_groups} loss groups: use {' or '.join(near)}"
             )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the master and of both moments of one parameter: what a checkpoint holds."""
+        return WIDTHS[self.master_dtype] + 2 * WIDTHS[self.optimizer_state_dtype]
+
+    @property
+    def departures(self) -> list[str]:
+        """What keeps the curve from being Levanter's, in words."""
+        found = []
+        if self.master_dtype != "float32":
+            found.append("masters and the gradients that Adam reads are bfloat16")
+        if self.optimizer_state_dtype != "float32":
+            found.append("Adam's moments are bfloat16")
+        return found
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with `changes`, checked again."""

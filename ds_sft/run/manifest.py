@@ -48,6 +48,8 @@ def write_run_json(
         "git_commit": _git_commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+    if recipe.departures:
+        record["not_levanters_curve"] = recipe.departures
     mark = NOT_FOR_PUBLISHING.get(run.preset) or (_mark(run_dir) if first_step else None)
     if mark:
         record["not_for_publishing"] = mark

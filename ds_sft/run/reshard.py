@@ -43,7 +43,10 @@ def load(engine: Any, native: NativeCheckpoint) -> None:
         raise CheckpointError(f"{native.path} holds no optimizer state: it cannot be gone on from")
     zero.checkpoint_event_prologue()  # everything partitioned, small parameters too
     for index, flat in resident_sub_groups(zero):
-        moments = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
+        moments = {
+            key: torch.zeros_like(flat, dtype=_moment_dtype(engine), requires_grad=False)
+            for key in MOMENTS
+        }
         for param in zero.fp16_groups[index]:
             _, offset, size = zero.grad_position[zero.get_param_id(param)]
             start = dist.get_rank() * size
@@ -101,7 +104,8 @@ def _write_rank(
 
     def flat(kind: str, names: list[str]) -> torch.Tensor:
         sizes = {name: -(-math.prod(native.shapes[name]) // world_size) for name in names}
-        return torch.cat([native.part(n, rank * size, size, kind) for n, size in sizes.items()])
+        parts = [native.part(n, rank * size, size, kind) for n, size in sizes.items()]
+        return torch.cat(parts).to(native.dtype(kind))
 
     zero = optim["optimizer_state_dict"]
     zero["partition_count"] = world_size
@@ -112,6 +116,10 @@ def _write_rank(
     for kind, states in (("model", model), ("optim", optim)):
         name = old_rank_0[kind].name.replace("_rank_0_", f"_rank_{rank}_", 1)
         torch.save(states, to / name)
+
+
+def _moment_dtype(engine: Any) -> torch.dtype:
+    return torch.bfloat16 if engine.bf16_optimizer_states() else torch.float32
 
 
 def _step(optimizer: Any, native: NativeCheckpoint, flat: torch.Tensor) -> int | torch.Tensor:

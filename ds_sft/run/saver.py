@@ -35,7 +35,6 @@ from ds_sft.run.resume import ResumePoint
 from ds_sft.run.seal import check_hashes
 
 MAX_FAILURES = 3
-CHECKPOINT_BYTES_PER_PARAMETER = 12  # master and two moments, float32
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PATIENT_TIMEOUT = timedelta(days=2)  # a rank may write that long while the others wait
 
@@ -182,7 +181,7 @@ class Saver:
         final = step_dir(parent, label)
         started = time.monotonic()
         try:
-            needed = self.model.num_parameters * CHECKPOINT_BYTES_PER_PARAMETER
+            needed = self.model.num_parameters * self.recipe.state_bytes
             self._require_space(parent, needed)
             size = checkpoint.save(
                 self.engine, final, meta=self._meta(label, temporary=temporary),

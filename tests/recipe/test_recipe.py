@@ -61,6 +61,9 @@ def test_toml_keys_override_a_base_recipe():
         ({**MINIMAL, "lr_schedule": "inv", "min_lr_ratio": 0}, "min_lr_ratio above 0"),
         ({**MINIMAL, "compute_dtype": "float16"}, "compute_dtype='float16'"),
         ({**MINIMAL, "compute_dtype": "float32", "grad_reduce_dtype": "bfloat16"}, "loses"),
+        ({**MINIMAL, "compute_dtype": "float32", "master_dtype": "bfloat16"}, "masters cannot"),
+        ({**MINIMAL, "optimizer_state_dtype": "bfloat16"}, "add --master-dtype bfloat16"),
+        ({**MINIMAL, "master_dtype": "float16"}, "use bfloat16, float32"),
         ({**MINIMAL, "loss_groups": 3}, "3 loss groups: use 3 or 6"),
         ({**MINIMAL, "mixture_block_size": 65536}, "use 1 to 65535"),
         ({**MINIMAL, "order": "levanter-era"}, "needs the number of Levanter's `shuffle`"),
@@ -74,3 +77,10 @@ def test_a_bad_recipe_is_refused_in_one_line(values, words):
         recipe_from_mapping(values, "my.toml")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_says_what_keeps_it_from_levanters_curve():
+    assert [recipe.departures for recipe in RECIPES.values()] == [[]] * len(RECIPES)
+    both = RECIPES["qwen3-8b"].replace(master_dtype="bfloat16", optimizer_state_dtype="bfloat16")
+    assert len(both.departures) == 2
+    assert (RECIPES["qwen3-8b"].state_bytes, both.state_bytes) == (12, 6)
