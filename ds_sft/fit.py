@@ -118,7 +118,7 @@ def run(flags: FitFlags) -> None:
         )
     machine = machine_of(flags)
     machine_rates = rates_of(flags, machine)
-    question = Question(model=model, flags=flags, activations=measured(model.config, flags))
+    question = question_about(model, flags)
     jsons, refused = usable(question, jsons)
     rows = compare(question, jsons, machine, machine_rates)
     probed = fit_probe.probe(question, jsons, machine, machine_rates) if flags.probe else []
@@ -139,6 +139,12 @@ def run(flags: FitFlags) -> None:
             else f"--write {flags.write}: no file of {flags.configs} fits, not even with the "
             "smallest sizes: change what the answer above names"
         )
+
+
+def question_about(model: ModelFiles, flags: FitFlags) -> Question:
+    """The question that `flags` ask; what layers keep is measured when it is needed."""
+    remeasure = cache(lambda changed: measured(model.config, changed))
+    return Question(model=model, flags=flags, activations=remeasure(flags), remeasure=remeasure)
 
 
 def _write(question: Question, value: dict[str, Any], path: Path) -> None:
