@@ -56,6 +56,10 @@ class FitFlags:
     """As in training: moments of every parameter, or low-rank ones."""
     apollo_rank: int | None = None
     """As in training: rank of the moments; none = 256, of apollo-mini 1."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """As in training: precision of the masters."""
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """As in training: precision of Adam's moments."""
     loss_chunk_size: int = 2048
     """Tokens per chunk of the cross-entropy."""
     recompute_every: int = 1
@@ -118,7 +122,7 @@ def run(flags: FitFlags) -> None:
         )
     machine = machine_of(flags)
     machine_rates = rates_of(flags, machine)
-    question = Question(model=model, flags=flags, activations=measured(model.config, flags))
+    question = question_about(model, flags)
     question.check_optimizer()
     jsons, refused = usable(question, jsons)
     rows = compare(question, jsons, machine, machine_rates)
@@ -140,6 +144,12 @@ def run(flags: FitFlags) -> None:
             else f"--write {flags.write}: no file of {flags.configs} fits, not even with the "
             "smallest sizes: change what the answer above names"
         )
+
+
+def question_about(model: ModelFiles, flags: FitFlags) -> Question:
+    """The question that `flags` ask; what layers keep is measured when it is needed."""
+    remeasure = cache(lambda changed: measured(model.config, changed))
+    return Question(model=model, flags=flags, activations=remeasure(flags), remeasure=remeasure)
 
 
 def _write(question: Question, value: dict[str, Any], path: Path) -> None:

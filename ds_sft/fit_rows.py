@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,8 @@ class Question:
     """As asked."""
     activations: Callable[[int], Activations]
     """Of a microbatch of so many tokens."""
+    remeasure: Callable[[FitFlags], Callable[[int], Activations]] | None = None
+    """`activations` with other flags, for advice; None = none is given about the layers."""
 
     def setup(self, world_size: int | None = None) -> Setup:
         """Sizes for the arithmetic."""
@@ -73,6 +75,8 @@ class Question:
             compute_dtype=self.flags.compute_dtype,
             grad_reduce_dtype=self.flags.grad_reduce_dtype,
             optimizer=self.flags.optimizer, apollo_rank=self.flags.apollo_rank,
+            master_dtype=self.flags.master_dtype,
+            optimizer_state_dtype=self.flags.optimizer_state_dtype,
         )  # fmt: skip
 
     def check_optimizer(self) -> None:
@@ -180,6 +184,26 @@ def row(
     )
 
 
+def other_layers(question: Question) -> Iterator[tuple[str, Question]]:
+    """Ways to run the layers that hold less, the cheapest first: the flags, and the question so."""
+    if question.remeasure is None:
+        return
+    flags = question.flags
+    ways: list[tuple[str, dict[str, Any]]] = []
+    if flags.recompute_every != 1:
+        ways.append(("--recompute-every 1", {"recompute_every": 1}))
+    if flags.mlp_tiles == 0:
+        ways.append(("--mlp-tiles auto", {"mlp_tiles": "auto"}))
+    alone = list(ways)
+    if not flags.offload_activations:
+        ways.append(("--offload-activations", {"offload_activations": True}))
+        alone = ways if flags.recompute_every else alone  # it moves what is recomputed from
+    for tried in [*([way] for way in alone), *([ways] if len(ways) > 1 else [])]:
+        changed = replace(flags, **{k: v for _, changes in tried for k, v in changes.items()})
+        again = replace(question, flags=changed, activations=question.remeasure(changed))
+        yield " ".join(words for words, _ in tried), again
+
+
 def shortages(need: Need, machine: Machine) -> list[tuple[str, str]]:
     """What a configuration lacks: words, and `gpu`, `host` or `nvme`."""
     found = []
@@ -201,12 +225,12 @@ def shortages(need: Need, machine: Machine) -> list[tuple[str, str]]:
 def advice(
     question: Question, name: str, value: dict[str, Any], machine: Machine
 ) -> tuple[str, ...]:
-    """What would make a configuration fit: other sizes, a shorter row, more GPUs, more memory."""
+    """What would make it fit: other sizes, other layers, a shorter row, more GPUs, more memory."""
     flags = question.flags
 
-    def fits(json_dict: dict[str, Any], **changes: int) -> bool:
+    def fits(json_dict: dict[str, Any], asked: Question = question, **changes: int) -> bool:
         try:
-            need = question.need(json_dict, name, **changes)
+            need = asked.need(json_dict, name, **changes)
         except ConfigError:  # a file for another number of ranks
             return False
         lacking = {kind for _, kind in shortages(need, machine)}
@@ -220,6 +244,7 @@ def advice(
     if fits(tuning.tuned(value, question.setup(), roomy=False)):
         found.append("sizes for this model (--write my.json)")
     if "gpu" in kinds:
+        found += [w for w, asked in other_layers(question) if fits(value, asked)][:1]
         # A shorter row never needs more, so the lengths are sorted by whether they fit.
         shorter = [n for n in LENGTHS if n < flags.max_seq_len]
         first = bisect.bisect_left(shorter, True, key=lambda n: fits(value, length=n))

@@ -143,7 +143,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     _check_generation_config(run, model)
     note_template(recipe, data, notes)
     recipe = recipe.resolved().replace(num_train_steps=final_steps(run, recipe, data.num_packs))
-    _check_apollo(recipe, model, notes)
+    _check_apollo(recipe, model)
     schedule = Schedule.from_recipe(recipe, data.num_packs)
     batches = _batches(run, recipe, data, schedule.num_steps, world_size)
     validation = open_validation(run, data, model, world_size)
@@ -157,6 +157,8 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         )  # fmt: skip
         notes += [warning] if warning else []
     point = _check_resume(run, recipe, data, model, tokenizer_dir, world_size, notes)
+    if recipe.departures:
+        notes.append(f"NOT LEVANTER'S CURVE: {', '.join(recipe.departures)}")
     _note_oddities(run, recipe, schedule, batches, model, notes)
     return Plan(
         run=run,
@@ -236,12 +238,9 @@ def _check_pair(
         )
 
 
-def _check_apollo(recipe: Recipe, model: ModelFiles | None, notes: list[str]) -> None:
-    """Say that the curve is another one; refuse a rank that leaves nothing low-rank."""
-    if recipe.apollo is None:
-        return
-    notes.append(f"optimizer {recipe.optimizer}: not Levanter's curve")
-    if model is not None:
+def _check_apollo(recipe: Recipe, model: ModelFiles | None) -> None:
+    """Refuse a rank that leaves nothing low-rank."""
+    if recipe.apollo is not None and model is not None:
         low_rank.check(low_rank.by_name(model.shapes), recipe.apollo.rank)
 
 

@@ -18,9 +18,18 @@ from ds_sft.engine import memory, rates
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.engine.machine import memory_limit
 from ds_sft.errors import ConfigError
-from ds_sft.fit import FitFlags, measured, model_of, read_configs
+from ds_sft.fit import FitFlags, model_of, question_about, read_configs
 from ds_sft.fit_machine import parse_size
-from ds_sft.fit_rows import Machine, Question, compare, fitting, shortages, usable
+from ds_sft.fit_rows import (
+    Machine,
+    Question,
+    advice,
+    compare,
+    fitting,
+    other_layers,
+    shortages,
+    usable,
+)
 from ds_sft.recipe import low_rank
 from ds_sft.recipe.recipe import RECIPES
 
@@ -45,9 +54,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def question(model_dir: Path) -> Question:
     flags = FitFlags(model_id=str(model_dir), configs=SHIPPED)
-    return Question(
-        model=model_of(str(model_dir)), flags=flags, activations=measured(CONFIG, flags)
-    )
+    return question_about(model_of(str(model_dir)), flags)
 
 
 def shipped(question: Question) -> dict[str, dict[str, Any]]:
@@ -139,6 +146,43 @@ def test_the_advice_is_true(question: Question) -> None:
     assert seen == {"length", "GPUs"}
 
 
+def test_a_gpu_that_is_a_little_too_small_is_told_of_layers_that_hold_less(
+    question: Question,
+) -> None:
+    name = "zero3_offload_optimizer"
+    value = shipped(question)[name]
+    needs = {words: again.need(value, name) for words, again in other_layers(question)}
+    assert list(needs) == ["--mlp-tiles auto", "--offload-activations",
+                           "--mlp-tiles auto --offload-activations"]  # fmt: skip
+    totals = {words: need.gpu.total for words, need in needs.items()}
+    moved = totals["--offload-activations"]
+    assert moved < question.need(value, name).gpu.total == totals["--mlp-tiles auto"]  # in the head
+    for gpu, words in ((moved, "--offload-activations"), (min(totals.values()) - 1, None)):
+        machine = Machine(gpu_memory=gpu, host_memory=1 << 50, nvme=None)
+        said = [w for w in advice(question, name, value, machine) if w in needs]
+        fits = [w for w, need in needs.items() if need.gpu.total <= gpu]
+        assert said == fits[:1]
+        assert said == ([] if words is None else [words])
+
+
+def test_layers_that_keep_everything_are_told_to_recompute_first(question: Question) -> None:
+    flags = replace(question.flags, recompute_every=0)
+    asked: list[FitFlags] = []
+
+    def remeasure(changed: FitFlags) -> Any:
+        asked.append(changed)
+        return question.activations
+
+    keeping = replace(question, flags=flags, remeasure=remeasure)
+    assert [words for words, _ in other_layers(keeping)] == [
+        "--recompute-every 1", "--mlp-tiles auto",
+        "--recompute-every 1 --mlp-tiles auto --offload-activations",
+    ]  # fmt: skip
+    assert (asked[-1].recompute_every, asked[-1].offload_activations) == (1, True)
+    nothing_left = replace(flags, recompute_every=1, mlp_tiles=4, offload_activations=True)
+    assert list(other_layers(replace(keeping, flags=nothing_left))) == []
+
+
 def test_what_is_written_fits_where_the_shipped_file_does_not(question: Question) -> None:
     _, _, rows = rows_of(question, gpu=24, nvme=1000)
     needs = [row.need.gpu.total for row in rows]
@@ -208,6 +252,20 @@ def test_nothing_fits_is_an_answer_and_nothing_to_write_an_error(
     assert code == 2
     assert "no file of" in err
     assert not (tmp_path / "my.json").exists()
+
+
+def test_masters_and_moments_in_bfloat16_need_less_where_deepspeed_can(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model-id", model_dir, "--gpu-memory", "80GiB", "--host-memory", "128GiB",
+             "--configs", SHIPPED, "--max-seq-len", 2048, "--json")  # fmt: skip
+    plain = json.loads(run(capsys, *words)[1])
+    low = ("--master-dtype", "bfloat16", "--optimizer-state-dtype", "bfloat16")
+    said = json.loads(run(capsys, *words, *low)[1])
+    one, two = (next(c for c in s["configurations"] if c["name"] == "zero3") for s in (plain, said))
+    assert 2 * two["gpu"]["optimizer"] == one["gpu"]["optimizer"]
+    assert len(said["refused"]) == len(plain["refused"]) + 2  # those with NVMe
+    assert all("NVMe is not supported" in line for line in said["refused"][1:])
 
 
 def test_a_file_for_another_number_of_ranks_is_left_out_and_said(

@@ -507,7 +507,7 @@ def test_a_plan_with_apollo_says_who_goes_which_way_and_what_it_takes(
 ) -> None:
     plan = make_plan(tiny_model, tiny_data, tmp_path / "run", APOLLO)
     said = facts(plan)
-    assert "optimizer apollo: not Levanter's curve" in said["notes"]
+    assert "NOT LEVANTER'S CURVE: the optimizer is apollo" in said["notes"]
     assert (said["recipe"]["apollo_rank"], said["recipe"]["apollo_update_proj_gap"]) == (8, 200)
     assert said["routes"][0] == "low-rank moments: 14 tensors, 110,592 parameters"
     assert plan.model is not None

@@ -125,7 +125,8 @@ def build_engine(
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     if isinstance(optimizer, Apollo):
         optimizer.attach(engine, timedelta(minutes=run.collective_timeout_minutes))
-    if dtype is torch.bfloat16 and not random_weights:
+    rounded = recipe.compute_dtype == "bfloat16" and recipe.master_dtype == "float32"
+    if rounded and not random_weights:
         count = restore_float32_masters(engine.module, files)
         if count:
             say(f"[init] {count} tensors of the model are float32: the masters keep their values")
@@ -180,7 +181,10 @@ def make_optimizer(
         from ds_sft.engine.cpu_adam import cpu_adam
 
         try:
-            return cpu_adam(groups, recipe.learning_rate, betas, recipe.eps)
+            return cpu_adam(
+                groups, recipe.learning_rate, betas, recipe.eps,
+                float32_states=recipe.optimizer_state_dtype == "float32",
+            )  # fmt: skip
         except Exception as error:
             raise ConfigError(
                 "offload_optimizer needs DeepSpeed's CPU Adam, which cannot be built here "

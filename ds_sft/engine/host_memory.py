@@ -15,11 +15,8 @@ from ds_sft.engine.config import BUFFERS_OF_ADAM
 if TYPE_CHECKING:
     from ds_sft.engine.memory import Setup
 
-# Of a parameter, float32: master, two moments, the sum over microbatches, and the gradient that
-# Adam reads.
-OFFLOADED_BYTES = 20
-MOMENT_BYTES = 8
-SUM_BYTES = 4
+SUM_BYTES = 4  # of the sum over microbatches
+OFFLOADED_BYTES = 20  # of a parameter in float32, see `offloaded_bytes`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +34,11 @@ def device(zero: Mapping[str, Any], section: str) -> str:
     return str(zero.get(section, {}).get("device", "none")).lower()
 
 
+def offloaded_bytes(setup: Setup) -> int:
+    """Masters, moments, the sum over microbatches, and the gradient that Adam reads."""
+    return setup.state_bytes + (SUM_BYTES + setup.master_bytes) * setup.own
+
+
 def of_rank(setup: Setup, zero: Mapping[str, Any]) -> HostBytes:
     """Bytes of one rank under a `zero_optimization` section that says every size."""
     states = buffers = 0
@@ -44,8 +46,8 @@ def of_rank(setup: Setup, zero: Mapping[str, Any]) -> HostBytes:
     home, own, compute = device(zero, "offload_optimizer"), setup.own, setup.compute_bytes
     pinned = optimizer.get("pin_memory", True)
     if home == "cpu":
-        states += (OFFLOADED_BYTES - MOMENT_BYTES) * own + setup.moment_bytes
-        buffers += 2 * rounding(SUM_BYTES * own, pinned)
+        states += offloaded_bytes(setup)
+        buffers += rounding(SUM_BYTES * own, pinned) + rounding(setup.master_bytes * own, pinned)
     elif home == "nvme":
         states += SUM_BYTES * own
         sub_group = min(own, zero["sub_group_size"] + setup.part(max(setup.numels.values())))

@@ -141,8 +141,8 @@ REFUSED: dict[str, str] = {
         "zero_optimization.offload_optimizer)"
     ),
     "scheduler": _OWNED.format("--lr-schedule, --warmup, --decay and --min-lr-ratio"),
-    "bf16": _OWNED.format("--compute-dtype (fp32 masters and moments are always kept)"),
-    "bfloat16": _OWNED.format("--compute-dtype (fp32 masters and moments are always kept)"),
+    "bf16": _OWNED.format("--compute-dtype, --master-dtype and --optimizer-state-dtype"),
+    "bfloat16": _OWNED.format("--compute-dtype, --master-dtype and --optimizer-state-dtype"),
     "fp16": _OWNED.format("--compute-dtype bfloat16: float16 has no place on Levanter's curve"),
     "torch_autocast": _OWNED.format("--compute-dtype"),
     "data_types": _OWNED.format("--compute-dtype and --grad-reduce-dtype"),

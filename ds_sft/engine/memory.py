@@ -150,6 +150,10 @@ class Setup:
     """Of one element while gradients are summed over ranks: 2 or 4."""
     moments: int | None = None
     """Elements of each of the two moments of one rank with APOLLO; None = AdamW: all it owns."""
+    master_bytes: int = 4
+    """Of one element of the masters: 2 or 4."""
+    moment_width: int = 4
+    """Of one element of a moment: 2 or 4."""
 
     @property
     def total(self) -> int:
@@ -168,11 +172,26 @@ class Setup:
     @property
     def moment_bytes(self) -> int:
         """Of both moments of one rank."""
-        return 8 * (self.own if self.moments is None else self.moments)
+        return 2 * self.moment_width * (self.own if self.moments is None else self.moments)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the masters and moments of one rank."""
+        return self.master_bytes * self.own + self.moment_bytes
+
+    def at_precision(self, ds_config: Mapping[str, Any]) -> Setup:
+        """A copy whose masters and moments are as wide as the complete `ds_config` makes them."""
+        bf16 = ds_config.get("bf16", {})
+        return replace(
+            self,
+            master_bytes=2 if bf16.get("bf16_master_weights_and_grads") else 4,
+            moment_width=2 if bf16.get("bf16_optimizer_states") else 4,
+        )
 
 
 def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -> Need:
     """Bytes of a run with the complete `ds_config` (what `engine_config` returns)."""
+    setup = setup.at_precision(ds_config)
     zero = {**DEFAULTS, **ds_config["zero_optimization"]}
     host = host_memory.of_rank(setup, zero)
     inputs, size = activations.parked
@@ -185,9 +204,7 @@ def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -
         host_buffers=(host.buffers + inputs * (size + rounding(size, pinned=True))) * here,
         host_processes=PROCESS * here + min(5 * 10**9, 2 * setup.total),
         nvme=swapped * setup.own * here,
-        checkpoint=4 * setup.total + setup.moment_bytes * setup.world_size
-        if setup.moments
-        else 12 * setup.total,
+        checkpoint=setup.state_bytes * setup.world_size,
         export=2 * setup.total,
     )
 
@@ -237,7 +254,8 @@ def _phase(setup: Setup, zero: Mapping[str, Any], acts: Activations, phase: str)
     elif phase == UPDATE and optimizer_here:
         part = setup.part(largest)
         sub_group = min(setup.own, zero["sub_group_size"] + part)
-        working = max(4 * sub_group, 8 * part)  # its flat gradient; a norm in float64
+        # The flat gradient of a sub-group; a norm in float64.
+        working = max(setup.master_bytes * sub_group, 8 * part)
         if setup.moments:  # gradients projected and reduced, their direction, a root
             working += 4 * 4 * min(low_rank.BUCKET, setup.moments * setup.world_size)
     elif phase == EXPORT:
@@ -248,7 +266,7 @@ def _phase(setup: Setup, zero: Mapping[str, Any], acts: Activations, phase: str)
         phase=phase,
         parameters=setup.compute_bytes * (setup.own if params_here else 0) + resident,
         gradients=4 * setup.own if optimizer_here else 0,
-        optimizer=4 * setup.own + setup.moment_bytes if optimizer_here else 0,
+        optimizer=setup.state_bytes if optimizer_here else 0,
         activations=kept,
         working=working,
         gathered=gathered,

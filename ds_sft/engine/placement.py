@@ -89,7 +89,9 @@ def host_bytes(
         reduce_bytes=4,  # of the GPU
         moments=moments,
     )
-    needed = host_memory.of_rank(setup, {**DEFAULTS, **config["zero_optimization"]})
+    needed = host_memory.of_rank(
+        setup.at_precision(config), {**DEFAULTS, **config["zero_optimization"]}
+    )
     return ranks * (needed.states + needed.buffers)
 
 

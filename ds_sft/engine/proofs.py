@@ -118,6 +118,8 @@ def prove_gradient_average(ds_config: dict[str, Any]) -> None:
     # A probe of 64 values needs no offload, and would have to build an optimizer for it.
     zero = {k: v for k, v in config["zero_optimization"].items() if not k.startswith("offload_")}
     config["zero_optimization"] = zero
+    if "bf16" in config:  # DeepSpeed takes masters in bfloat16 with its own Adam only
+        config["bf16"] = {"enabled": config["bf16"]["enabled"]}
     for section in ("tensorboard", "csv_monitor", "wandb"):
         config.pop(section, None)
     probe = torch.nn.Linear(8, 8, bias=False)

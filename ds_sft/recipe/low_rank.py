@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ds_sft.errors import ConfigError
 from ds_sft.recipe.decay import LINEAR, kind_of_name
-from ds_sft.recipe.recipe import Recipe
+from ds_sft.recipe.recipe import WIDTHS, Recipe
 
 Shape = tuple[int, ...]
 LOW_RANK = "low-rank"
@@ -78,12 +78,13 @@ def moments_of(shapes: Mapping[str, Shape], recipe: Recipe, world_size: int) -> 
 
 
 def checkpoint_bytes(shapes: Mapping[str, Shape], recipe: Recipe) -> int:
-    """Of a native checkpoint under ZeRO-3: float32 masters and two float32 moments.
+    """Of a native checkpoint under ZeRO-3: masters and two moments.
 
     The weights for computing are not in it, only placeholders, whatever the compute dtype.
     """
     total, moments = sum(map(math.prod, shapes.values())), moments_of(shapes, recipe, 1)
-    return 4 * total + 8 * (total if moments is None else moments)
+    master, moment = WIDTHS[recipe.master_dtype], WIDTHS[recipe.optimizer_state_dtype]
+    return master * total + 2 * moment * (total if moments is None else moments)
 
 
 def state_bytes(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> int:

@@ -50,6 +50,21 @@ def test_float32_compute_has_no_bf16_section() -> None:
     assert "bf16" not in config({}, RECIPE.replace(compute_dtype="float32"))
 
 
+def test_masters_and_moments_in_bfloat16_are_deepspeeds_own() -> None:
+    both = RECIPE.replace(master_dtype="bfloat16", optimizer_state_dtype="bfloat16")
+    assert config({}, both)["bf16"] == {
+        "enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True,
+    }  # fmt: skip
+    assert config({}, both)["data_types"] == {"grad_accum_dtype": "fp32"}
+    masters = RECIPE.replace(master_dtype="bfloat16")
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert config(offload, masters)["bf16"]["bf16_optimizer_states"] is False
+    with pytest.raises(ConfigError, match="needs offload_optimizer: use ds_configs/zero3_offload"):
+        config({}, masters)
+    with pytest.raises(ConfigError, match="optimizer on NVMe is not supported"):
+        config({"zero_optimization": {"offload_optimizer": NVME}}, both)
+
+
 def test_an_empty_file_means_stage_3() -> None:
     assert config({})["zero_optimization"] == {
         "stage": 3, "contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True,

@@ -72,6 +72,27 @@ def test_an_offloaded_optimizer_is_20_bytes_a_parameter_of_host_memory() -> None
     assert of(CPU, world_size=4).host_states == pytest.approx(20 * TOTAL, rel=1e-5)  # padding
 
 
+@pytest.mark.parametrize(
+    ("bf16", "state", "offloaded"),
+    [
+        ({}, 12, 20),
+        ({"bf16_master_weights_and_grads": True}, 10, 16),  # the gradient that Adam reads too
+        ({"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, 6, 12),
+    ],
+)
+def test_masters_and_moments_in_bfloat16_take_half(
+    bf16: dict[str, bool], state: int, offloaded: int
+) -> None:
+    def needed(zero: dict[str, Any]) -> Need:
+        return need(setup(), {"bf16": bf16, "zero_optimization": {"stage": 3, **zero}}, NOTHING)
+
+    here, there = needed({}), needed(CPU)
+    assert here.gpu.optimizer == state * TOTAL
+    assert here.gpu.gradients == 4 * TOTAL
+    assert here.checkpoint == there.checkpoint == state * TOTAL
+    assert there.host_states == offloaded * TOTAL
+
+
 def test_the_ranks_of_a_node_share_its_memory_and_disk() -> None:
     nvme = {"offload_optimizer": {"device": "nvme"}}
     eight, four = (of(nvme, world_size=8, gpus_per_node=n) for n in (8, 4))

@@ -1,6 +1,7 @@
 import pytest
 
 from ds_sft.errors import ConfigError
+from ds_sft.recipe import low_rank
 from ds_sft.recipe.recipe import RECIPES, recipe_from_mapping
 
 MINIMAL = {"model_id": "m", "learning_rate": 1e-5, "train_batch_size": 4}
@@ -61,6 +62,9 @@ def test_toml_keys_override_a_base_recipe():
         ({**MINIMAL, "lr_schedule": "inv", "min_lr_ratio": 0}, "min_lr_ratio above 0"),
         ({**MINIMAL, "compute_dtype": "float16"}, "compute_dtype='float16'"),
         ({**MINIMAL, "compute_dtype": "float32", "grad_reduce_dtype": "bfloat16"}, "loses"),
+        ({**MINIMAL, "compute_dtype": "float32", "master_dtype": "bfloat16"}, "masters cannot"),
+        ({**MINIMAL, "optimizer_state_dtype": "bfloat16"}, "add --master-dtype bfloat16"),
+        ({**MINIMAL, "master_dtype": "float16"}, "use bfloat16, float32"),
         ({**MINIMAL, "loss_groups": 3}, "3 loss groups: use 3 or 6"),
         ({**MINIMAL, "mixture_block_size": 65536}, "use 1 to 65535"),
         ({**MINIMAL, "order": "levanter-era"}, "needs the number of Levanter's `shuffle`"),
@@ -110,3 +114,14 @@ def test_adamw_has_no_apollo_settings():
     recipe = recipe_from_mapping(MINIMAL, "my.toml")
     assert recipe.apollo is None
     assert recipe.resolved() == recipe
+
+
+def test_a_recipe_says_what_keeps_it_from_levanters_curve():
+    assert [recipe.departures for recipe in RECIPES.values()] == [[]] * len(RECIPES)
+    both = RECIPES["qwen3-8b"].replace(master_dtype="bfloat16", optimizer_state_dtype="bfloat16")
+    assert len(both.departures) == 2
+    one = {"w": (1,)}
+    sizes = [low_rank.checkpoint_bytes(one, recipe) for recipe in (RECIPES["qwen3-8b"], both)]
+    assert sizes == [12, 6]
+    mini = RECIPES["qwen3-8b"].replace(optimizer="apollo-mini")
+    assert mini.departures == ["the optimizer is apollo-mini"]

@@ -312,7 +312,7 @@ def test_the_run_says_that_it_leaves_levanters_curve_and_who_goes_which_way(
     runs: dict[str, Result],
 ) -> None:
     text = runs["2"].text
-    assert "optimizer apollo: not Levanter's curve" in text
+    assert "NOT LEVANTER'S CURVE: the optimizer is apollo" in text
     assert f"rank {RANK}, scale 1, one factor a channel, a new projection every {GAP}" in text
     assert "low-rank moments: 14 tensors, 110,592 parameters" in text
     recipe = json.loads((runs["mini"].out / "run.json").read_text())["recipe"]
