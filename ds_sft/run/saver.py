@@ -25,7 +25,7 @@ from ds_sft.errors import CheckpointError, SavingFailed
 from ds_sft.flags import RunConfig
 from ds_sft.recipe.cadence import is_due, labels, timer_fired
 from ds_sft.recipe.recipe import Recipe
-from ds_sft.run import changes, checkpoint, manifest, reshard, resume
+from ds_sft.run import changes, checkpoint, manifest, numerics, reshard, resume
 from ds_sft.run.export import export_live
 from ds_sft.run.health import Health
 from ds_sft.run.hf_format import ExportSource, check_source
@@ -259,9 +259,18 @@ class Saver:
         cost = f"{seconds:.1f} s ({gigabytes(size)}, {speed:.0f} MB/s)"
         if kind == "export":  # a line of its own, which log readers know word for word
             say(f"[export] wrote {path}")
+            self._say_numerics(path)
             say(f"[time] the export took {cost}")
         else:
             say(f"[checkpoint] wrote {path} in {cost}")
+
+    def _say_numerics(self, export: Path) -> None:
+        """A line about the weights that were written; a file system's trouble is only said."""
+        if self.is_main:
+            try:
+                print(f"[numerics] {numerics.summary(export)}", flush=True)
+            except CheckpointError as error:
+                print(f"[numerics] {error}", flush=True)
 
     def _export_missing(self, label: int) -> bool:
         """Whether `label` should have an export and has none."""
