@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -22,7 +23,13 @@ import tyro
 from ds_sft import presets
 from ds_sft.errors import ConfigError
 from ds_sft.recipe.entries import ENTRIES, entry_named, recipe_named, require_verified
-from ds_sft.recipe.recipe import RECIPES, Recipe, recipe_from_mapping
+from ds_sft.recipe.recipe import (
+    NO_FP8,
+    RECIPES,
+    Recipe,
+    asks_for_fp8,
+    recipe_from_mapping,
+)
 
 T = TypeVar("T")
 LARGEST = 1_000_000_000  # of any count or time on the command line; also keeps infinity out
@@ -305,6 +312,7 @@ def accept_old_spellings(argv: Sequence[str]) -> list[str]:
     """Translate what launchers and the first trainer pass; refuse what no longer exists."""
     out: list[str] = []
     skip_next = False
+    _refuse_fp8(argv)
     for word in argv:
         name = word.partition("=")[0].replace("_", "-") if word.startswith("--") else word
         if skip_next:
@@ -318,6 +326,15 @@ def accept_old_spellings(argv: Sequence[str]) -> list[str]:
         else:
             out.append(word)
     return out
+
+
+def _refuse_fp8(argv: Sequence[str]) -> None:
+    """Raise ConfigError for a flag, or a precision, that means FP8: no list of choices says why."""
+    for word, value in itertools.pairwise([*argv, ""]):
+        name, _, given = word.partition("=")
+        is_precision = re.fullmatch(r"--.*[-_]dtype", name) and asks_for_fp8(given or value)
+        if word.startswith("--") and (asks_for_fp8(name) or is_precision):
+            raise ConfigError(f"{name} {given or value}".strip() + f": {NO_FP8}")
 
 
 def load_recipe(name: str) -> Recipe:

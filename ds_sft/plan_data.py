@@ -21,7 +21,7 @@ from ds_sft.errors import ConfigError, DataError
 from ds_sft.flags import RunConfig
 from ds_sft.recipe.batching import EvalPlan
 from ds_sft.recipe.recipe import Recipe
-from ds_sft.run.hf_format import has_chat_template
+from ds_sft.run.hf_format import has_chat_template, needs_more_rows
 
 _MAX_SCANNED_TOKENS = 1 << 26  # 256 MiB of int32: a tenth of a second from memory
 _CHUNK_TOKENS = 1 << 20
@@ -131,7 +131,7 @@ def check_tokenizers(
             "one: name it with --tokenizer"
         )
     if chosen is not None:
-        _check_exportable(chosen, model)
+        notes += _check_exportable(chosen, model)
     if "tokenizer_hash" not in data.manifest and data.tokenizer_dir is None:
         notes.append(f"{data.path} does not say which tokenizer made it: that check is skipped")
         return chosen
@@ -163,20 +163,30 @@ def _given_tokenizer(run: RunConfig) -> Path:
     return given
 
 
-def _check_exportable(directory: Path, model: ModelFiles | None) -> None:
-    """Refuse a tokenizer that no export could carry: too large for the model, or no template."""
+def _check_exportable(directory: Path, model: ModelFiles | None) -> list[str]:
+    """Refuse a tokenizer that no export could carry: too large for the model, or no template.
+
+    Returns what is odd but allowed.
+    """
     config = _json_object(directory / "tokenizer_config.json")
     if not has_chat_template(directory, config):
         raise ConfigError(
             f"the tokenizer in {directory} has no chat template: "
             "prepare the data with --chat-template FILE"
         )
-    size = _num_tokens(_json_object(directory / "tokenizer.json"))
-    if model is not None and size > model.vocab_size:
+    content = _json_object(directory / "tokenizer.json")
+    size = _num_tokens(content)
+    if model is None or size <= model.vocab_size:
+        return []
+    if needs_more_rows(directory, content, model.vocab_size):
         raise ConfigError(
             f"the tokenizer in {directory} has {size} tokens but the model has only "
             f"{model.vocab_size} rows: prepare the data with the model's own tokenizer"
         )
+    return [
+        f"the tokenizer in {directory} has {size - model.vocab_size} special tokens without a row "
+        "in the model, which no row of the data holds: exports keep them"
+    ]
 
 
 def _num_tokens(tokenizer: dict[str, Any]) -> int:

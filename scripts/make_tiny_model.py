@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Make a byte-level BPE tokenizer from a chat file and a small random Qwen3 that uses it.
+"""Make a byte-level BPE tokenizer from a chat file and a small random model that uses it.
 
 Owns the quickstart's starting point: a directory that loads like any pretrained model. The weights
 are drawn on one process and saved: random initialisation under DeepSpeed's partitioned construction
 starts from badly scaled weights, so a model must exist as files before ZeRO-3 loads it.
 Invariants: same chats and seed, same tokenizer; every byte has a token, so any text can be encoded;
 the special tokens and the splitting of text are Qwen3's; the directory appears only when whole.
+The model is a Qwen3, or with --family a Llama or a Gemma 4 with what makes these different.
 Leaves the chat template to `ds-sft prepare --chat-template`.
 
     python scripts/make_tiny_model.py --chats chats.jsonl --out model
@@ -112,17 +113,19 @@ def make_tokenizer(chats: Path, vocab_size: int) -> Any:
 
 
 def make_model(tokenizer: Any, args: argparse.Namespace) -> Any:
-    """Return a bf16 Qwen3ForCausalLM with freshly drawn weights; the vocabulary is the tokenizer's.
+    """Return a bf16 model of --family with freshly drawn weights and the tokenizer's vocabulary.
 
     The vocabulary is rounded up to a multiple of 64, as real checkpoints do it: an export then has
     to pad its tokenizer, and the quickstart shows that this works.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     torch.manual_seed(args.seed)
-    config = Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64,
+    name, config_name, own = FAMILIES[args.family]
+    vocab_size = -(-len(tokenizer) // 64) * 64
+    config = getattr(transformers, config_name)(
+        vocab_size=vocab_size,
         hidden_size=args.hidden_size,
         intermediate_size=3 * args.hidden_size,
         num_hidden_layers=args.layers,
@@ -130,20 +133,51 @@ def make_model(tokenizer: Any, args: argparse.Namespace) -> Any:
         num_key_value_heads=max(1, args.hidden_size // 128),
         head_dim=64,
         max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=not args.untied,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
+        **own(vocab_size, args.layers),
     )
-    return Qwen3ForCausalLM(config).to(torch.bfloat16)
+    return getattr(transformers, name)(config).to(torch.bfloat16)
+
+
+def of_theta(theta: float) -> dict[str, Any]:
+    """One rotary embedding for all layers."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+def of_gemma4(vocab_size: int, layers: int) -> dict[str, Any]:
+    """Windows, larger heads in the other layers, embeddings for each layer, capped logits.
+
+    From four layers on the second half shares keys and values, with an MLP twice as wide.
+    """
+    types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    return {
+        "global_head_dim": 128,
+        "sliding_window": 128,
+        "layer_types": [*types[:-1], "full_attention"],
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": vocab_size,
+        "num_kv_shared_layers": layers // 2 if layers >= 4 else 0,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 30.0,
+    }
+
+
+FAMILIES = {
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", lambda vocab, layers: of_theta(1e6)),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", lambda vocab, layers: of_theta(5e5)),
+    "gemma4": ("Gemma4ForCausalLM", "Gemma4TextConfig", of_gemma4),
+}
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Make a tokenizer and a small random Qwen3.")
+    parser = argparse.ArgumentParser(description="Make a tokenizer and a small random model.")
     parser.add_argument("--chats", type=Path, required=True, help="JSON lines of OpenAI messages")
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="its architecture")
     parser.add_argument("--vocab-size", type=int, default=2048, help="tokens at most")
     parser.add_argument("--hidden-size", type=int, default=256, help="a multiple of 128")
     parser.add_argument("--layers", type=int, default=6)

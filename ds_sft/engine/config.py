@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_sft.engine.json_keys import ACCEPTED, REFUSED, Rules, Value
 from ds_sft.errors import ConfigError
-from ds_sft.recipe.recipe import Recipe
+from ds_sft.recipe.recipe import NO_FP8, Recipe, asks_for_fp8
 
 _NEVER = 2**31 - 1
 BUFFERS_OF_ADAM = 4
@@ -136,6 +136,8 @@ def check_keys(
     """Raise ConfigError for the first key, at any depth, that must not be in the file `where`."""
     for key, value in values.items():
         path = prefix + key
+        if asks_for_fp8(key) or ("type" in key and asks_for_fp8(str(value))):
+            raise ConfigError(f"{where}: `{path}`: {NO_FP8}")
         if path in REFUSED:
             raise ConfigError(f"{where}: `{path}` {REFUSED[path]}")
         if key not in rules:

@@ -23,6 +23,7 @@ MAX_ERA = 2**40
 WIDTHS = {"bfloat16": 2, "float32": 4}
 LR_SCHEDULES = ("cosine", "linear", "constant", "inv_sqrt", "inv")
 OPTIMIZERS = ("adamw", "apollo", "apollo-mini")
+NO_FP8 = "FP8 (Transformer Engine) is out of scope for now: use bfloat16"
 REFUSED_LEVANTER_FIELDS = ("cycles", "cycle_length", "cooldown", "rewarmup")
 
 
@@ -31,7 +32,15 @@ def _require(ok: bool, name: str, value: object, advice: str) -> None:
         raise ConfigError(f"{name}={value} is out of range: {advice}")
 
 
+def asks_for_fp8(word: str) -> bool:
+    """Whether the value of a flag, or the name of a flag or key, means 8-bit floating point."""
+    plain = word.lower().replace("-", "").replace("_", "")
+    return any(part in plain for part in ("fp8", "float8", "e4m3", "e5m2", "transformerengine"))
+
+
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if asks_for_fp8(value):
+        raise ConfigError(f"{name}={value!r}: {NO_FP8}")
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is not known: use {', '.join(choices)}")
 

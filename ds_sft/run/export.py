@@ -25,6 +25,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 from ds_sft.errors import CheckpointError
+from ds_sft.run import numerics
 from ds_sft.run.atomic import atomic_directory, fresh_partial, partial_path, publish
 from ds_sft.run.hf_format import ExportSource, write_unchanging_files
 from ds_sft.run.native import NativeCheckpoint
@@ -115,7 +116,7 @@ def export_offline(
             seal_export(partial)
     except OSError as error:
         raise CheckpointError(f"the export to {out} failed: {error}") from error
-    print(f"[export] wrote {out}", flush=True)
+    print(f"[export] wrote {out}\n[numerics] {numerics.summary(out)}", flush=True)
 
 
 def seal_export(directory: Path) -> None:

@@ -137,11 +137,12 @@ def write_tokenizer(source: Path, directory: Path, size: int) -> None:
 
 
 def padded_tokenizer(source: Path, size: int) -> dict[str, Any] | None:
-    """Return tokenizer.json with `<|padding_i|>` tokens up to `size`, None if it has that many.
+    """Return tokenizer.json with `<|padding_i|>` tokens up to `size`, None if it has so many.
 
     The file is edited as JSON and not rewritten by a library, so that everything else in it stays
     as it was. Numbers that are taken are passed over: training may start from a padded tokenizer.
-    Raises CheckpointError if the tokenizer has more tokens than the model has rows.
+    Raises CheckpointError if the tokenizer has more tokens than the model has rows, unless those
+    beyond are of no use: Gemma 3's text models come with a tokenizer that knows an image token.
     """
     path = source / "tokenizer.json"
     content = read_json_object(path)
@@ -155,7 +156,7 @@ def padded_tokenizer(source: Path, size: int) -> dict[str, Any] | None:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a tokenizer of the tokenizers library") from error
     count = max(vocabulary.values(), default=-1) + 1
-    if count > size:
+    if count > size and needs_more_rows(source, content, size):
         raise CheckpointError(
             f"the tokenizer in {source} has {count} tokens but the model has only {size} rows: "
             "prepare the data with the model's own tokenizer"
@@ -165,11 +166,35 @@ def padded_tokenizer(source: Path, size: int) -> dict[str, Any] | None:
             f"the tokenizer in {source} has gaps in its ids ({len(vocabulary)} tokens, largest id "
             f"{count - 1}): it cannot be padded to {size} tokens"
         )
-    if count == size:
+    if count >= size:
         return None
     free = (name for i in itertools.count() if (name := f"<|padding_{i}|>") not in vocabulary)
     content["added_tokens"] += [_padding_token(i, next(free)) for i in range(count, size)]
     return content
+
+
+def needs_more_rows(directory: Path, content: dict[str, Any], size: int) -> bool:
+    """Whether the tokenizer in `directory` has a token of use without a row among `size`.
+
+    Of no use is a special token that begins, ends and fills no text and is in no chat template:
+    nothing but a program that feeds images writes it. `content` is tokenizer.json.
+    """
+    config = read_json_object(directory / "tokenizer_config.json")
+    template = str(config.get("chat_template"))
+    for file in (directory / "chat_template.jinja", directory / "chat_template.json"):
+        template += file.read_text(encoding="utf-8") if file.is_file() else ""
+    vocabulary = content["model"]["vocab"]
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    named = [config.get(f"{name}_token") for name in ("bos", "eos", "pad", "unk", "sep", "cls")]
+    used = {token.get("content") if isinstance(token, dict) else token for token in named}
+    of_no_use = {
+        token["id"]
+        for token in content["added_tokens"]
+        if token.get("special") and token["content"] not in used
+        if token["content"] not in template
+    }
+    added = {token["id"] for token in content["added_tokens"]}
+    return any(token_id >= size and token_id not in of_no_use for token_id in {*ids, *added})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from ds_sft.flags import RunConfig
 from ds_sft.recipe import low_rank
 from ds_sft.recipe.cadence import is_due, labels, timer_fired
 from ds_sft.recipe.recipe import Recipe
-from ds_sft.run import changes, checkpoint, manifest, reshard
+from ds_sft.run import changes, checkpoint, manifest, numerics, reshard
 from ds_sft.run.atomic import fsync_path
 from ds_sft.run.export import RankZero, export_live
 from ds_sft.run.health import Health
@@ -230,9 +230,18 @@ class Saver:
         cost = f"{seconds:.1f} s ({gigabytes(size)}, {speed:.0f} MB/s)"
         if kind == "export":  # a line of its own, which log readers know word for word
             say(f"[export] wrote {path}")
+            self._say_numerics(path)
             say(f"[time] the export took {cost}")
         else:
             say(f"[checkpoint] wrote {path} in {cost}")
+
+    def _say_numerics(self, export: Path) -> None:
+        """A line about the weights that were written; a file system's trouble is only said."""
+        if self.is_main:
+            try:
+                print(f"[numerics] {numerics.summary(export)}", flush=True)
+            except CheckpointError as error:
+                print(f"[numerics] {error}", flush=True)
 
     def _export_missing(self, label: int) -> bool:
         """Whether `label` should have an export and has none."""

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from ds_sft.errors import CheckpointError
+from ds_sft.run import numerics
 
 MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
@@ -44,7 +45,7 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 
-# Elements that are checked, cast and written at a time: 32 MiB of fp32, all the writer's memory.
+# Elements that are checked, cast, written and counted at a time: 32 MiB of fp32, and a copy or two.
 _PIECE_NUMEL = 1 << 23
 
 
@@ -159,6 +160,7 @@ class WeightsWriter:
         self.shards = plan_shards(self.order, max_shard_bytes)
         self._file_of = {spec.name: file for file, ss in self.shards.items() for spec in ss}
         self._written = 0
+        self._numbers: dict[str, numerics.Numbers] = {}
 
     def write(self, spec: TensorSpec, pieces: Iterable[torch.Tensor]) -> None:
         """Append one tensor, given as pieces that follow each other in row-major order.
@@ -171,10 +173,13 @@ class WeightsWriter:
         if spec == self.shards[path.name][0]:
             path.write_bytes(safetensors_header(self.shards[path.name]))
         numel = 0
+        scan = numerics.Scan()
         with path.open("ab") as file:
             for piece in pieces:
                 for part in piece.detach().reshape(-1).split(_PIECE_NUMEL):  # type: ignore[no-untyped-call]
-                    file.write(_bytes_of(checked_cast(spec.name, part, spec.dtype)))
+                    values = checked_cast(spec.name, part, spec.dtype).contiguous().cpu()
+                    file.write(_bytes_of(values))
+                    scan.add(values)
                     numel += part.numel()
         if numel != math.prod(spec.shape):
             raise CheckpointError(
@@ -182,12 +187,14 @@ class WeightsWriter:
                 f"{math.prod(spec.shape)}: the weights are not whole"
             )
         self._written += 1
+        self._numbers[spec.name] = scan.result()
 
     def finish(self) -> None:
-        """Write the index if there are several files."""
+        """Write the index if there are several files, and the numbers of all tensors."""
         assert self._written == len(self.order), "finish() before the last tensor"
         if len(self.shards) > 1:
             (self.directory / INDEX_NAME).write_text(index_text(self.shards))
+        (self.directory / numerics.NUMERICS_SCAN).write_text(numerics.text(self._numbers))
 
 
 def checked_cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -214,5 +221,5 @@ def checked_cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
-    """Return a flat tensor's bytes without copying them, if it lies on the CPU."""
-    return values.contiguous().cpu().view(torch.uint8).numpy().data
+    """Return the bytes of a flat tensor on the CPU, without copying them."""
+    return values.view(torch.uint8).numpy().data

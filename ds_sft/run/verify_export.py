@@ -195,8 +195,10 @@ def _check_tokenizer(path: Path, config: dict[str, Any]) -> str:
     rows = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     # Some servers read tokenizer.json alone, Transformers also what tokenizer_config.json adds.
     alone = Tokenizer.from_file(str(path / "tokenizer.json"))
+    added = alone.get_added_tokens_decoder()
     for size in (len(tokenizer), alone.get_vocab_size(with_added_tokens=True)):
-        if size != rows:
+        beyond = [added.get(i) for i in range(rows, size)]
+        if size < rows or not all(token is not None and token.special for token in beyond):
             raise CheckpointError(
                 f"the tokenizer in {path} has {size} tokens, the model has {rows} rows"
             )

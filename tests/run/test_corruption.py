@@ -37,6 +37,7 @@ EXPORT = (
     "tokenizer.json",
     "chat_template.jinja",
     "checksums.json",
+    "numerics_scan.json",
 )
 DATA = (
     *(f"{n}.npy" for n in ("tokens", "assistant_mask", "doc_lens", "pack_offsets")),

@@ -58,6 +58,35 @@ def test_the_tokenizer_gets_a_token_for_every_row(source: ExportSource, tmp_path
     assert tokenizer.decode([300]) == f"<|padding_{300 - TOKENS}|>"
 
 
+def with_image_token(tokenizer: Path, **own: object) -> None:
+    path = tokenizer / "tokenizer.json"
+    content = json.loads(path.read_text())
+    image = {**content["added_tokens"][-1], "id": TOKENS, "content": "<image>", "special": True}
+    content["added_tokens"].append({**image, **own})
+    path.write_text(json.dumps(content))
+
+
+def test_a_token_for_images_needs_no_row(source: ExportSource, tmp_path: Path) -> None:
+    """As of Gemma 3's text models, whose tokenizer has one token more than they have rows."""
+    with_image_token(source.tokenizer_dir)
+    out = tmp_path / "out"
+    out.mkdir()
+    write_tokenizer(source.tokenizer_dir, out, TOKENS)
+    written, given = ((d / "tokenizer.json").read_bytes() for d in (out, source.tokenizer_dir))
+    assert written == given
+    assert len(AutoTokenizer.from_pretrained(out)) == TOKENS + 1
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "end of text"])
+def test_a_token_of_use_needs_a_row(kind: str, source: ExportSource, tmp_path: Path) -> None:
+    with_image_token(source.tokenizer_dir, **({"special": False} if kind == "ordinary" else {}))
+    if kind == "end of text":
+        path = source.tokenizer_dir / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": "<image>"}))
+    with pytest.raises(CheckpointError, match="260 tokens but the model has only 259 rows"):
+        write_tokenizer(source.tokenizer_dir, tmp_path, TOKENS)
+
+
 def test_padding_changes_neither_encoding_nor_rendering(
     source: ExportSource, tmp_path: Path
 ) -> None:

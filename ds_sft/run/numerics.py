@@ -1,0 +1,109 @@
+"""The numbers of an export's weights, tensor by tensor: `numerics_scan.json`.
+
+Owns what is counted and how. Invariants: the values are those that are written, after the cast;
+they are looked at once, while they are written, and never all together; the result depends on the
+values alone, not on the pieces that they come in or on the number of threads, so that a live export
+and an offline one hold the same file. Leaves the writing to `shards`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ds_sft.errors import CheckpointError
+
+NUMERICS_SCAN = "numerics_scan.json"
+FORMAT = 1
+# Sums are made of float32 sums over rows, and these of blocks that start at fixed places: neither
+# is cut differently by other pieces or more threads.
+_ROW = 1 << 10
+_BLOCK = 1 << 18
+
+Numbers = dict[str, float | int]
+
+
+class Scan:
+    """Counts over one tensor whose values come piece by piece, in order."""
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0)
+        self._count = self._zeros = self._odd = 0
+        self._low, self._high = math.inf, -math.inf
+        self._sum = self._squares = 0.0
+
+    def add(self, values: torch.Tensor) -> None:
+        """Take the next values of the tensor, flat and on the CPU."""
+        if self._rest.numel():
+            values = torch.cat([self._rest, values])
+        whole = values.numel() // _BLOCK * _BLOCK
+        for start in range(0, whole, _BLOCK):
+            self._add_block(values[start : start + _BLOCK])
+        self._rest = values[whole:].clone()
+
+    def result(self) -> Numbers:
+        """The numbers of all values; nothing can be added afterwards."""
+        if self._rest.numel():
+            self._add_block(self._rest)
+        finite = max(1, self._count - self._odd)
+        mean = self._sum / finite
+        low, high = (0.0, 0.0) if self._low > self._high else (self._low, self._high)
+        return {
+            "count": self._count,
+            "non_finite": self._odd,
+            "min": low,
+            "max": high,
+            "abs_max": max(abs(low), abs(high)),
+            "mean": mean,
+            "std": math.sqrt(max(0.0, self._squares / finite - mean * mean)),
+            "zero_share": self._zeros / max(1, self._count),
+        }
+
+    def _add_block(self, block: torch.Tensor) -> None:
+        numel = block.numel()
+        self._count += numel
+        self._zeros += numel - int(torch.count_nonzero(block))
+        values = block.float()
+        low, high = (bound.item() for bound in torch.aminmax(values))
+        if not math.isfinite(low + high):  # one pass more, and only where something is wrong
+            good = torch.isfinite(values)
+            self._odd += numel - int(torch.count_nonzero(good))
+            values = values[good]
+            if not values.numel():
+                return
+            low, high = (bound.item() for bound in torch.aminmax(values))
+        self._low, self._high = min(self._low, low), max(self._high, high)
+        rows = F.pad(values, (0, -values.numel() % _ROW)).view(-1, _ROW)
+        if max(abs(low), abs(high)) > 1e15:
+            rows = rows.double()  # a square would not fit
+        self._sum += rows.sum(1).double().sum().item()
+        self._squares += torch.linalg.vector_norm(rows, dim=1).double().square().sum().item()
+
+
+def text(scans: Mapping[str, Numbers]) -> str:
+    """`numerics_scan.json` of an export."""
+    return json.dumps({"format": FORMAT, "tensors": dict(scans)}, indent=1) + "\n"
+
+
+def summary(directory: Path) -> str:
+    """One line about the scan of an export. Raises CheckpointError when it cannot be read."""
+    path = directory / NUMERICS_SCAN
+    try:
+        tensors: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["tensors"]
+        largest = max(tensors, key=lambda name: tensors[name]["abs_max"])
+        zero = [name for name, numbers in tensors.items() if numbers["zero_share"] == 1]
+        odd = sum(numbers["non_finite"] for numbers in tensors.values())
+        most = f"{tensors[largest]['abs_max']:.4g}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    zeros = f"{len(zero)} hold zeros only ({zero[0]})" if zero else "none holds zeros only"
+    return (
+        f"{len(tensors)} tensors, {odd} values that are not finite, {zeros}; largest {most} in "
+        f"{largest}"
+    )
