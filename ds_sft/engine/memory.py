@@ -179,6 +179,14 @@ class Setup:
         """Of the masters and moments of one rank."""
         return self.master_bytes * self.own + self.moment_bytes
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of the masters and moments of all ranks, without padding of the masters."""
+        moments = 2 * self.moment_width * self.total
+        if self.moments is not None:
+            moments = self.moment_bytes * self.world_size
+        return self.master_bytes * self.total + moments
+
     def at_precision(self, ds_config: Mapping[str, Any]) -> Setup:
         """A copy whose masters and moments are as wide as the complete `ds_config` makes them."""
         bf16 = ds_config.get("bf16", {})
@@ -204,7 +212,7 @@ def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -
         host_buffers=(host.buffers + inputs * (size + rounding(size, pinned=True))) * here,
         host_processes=PROCESS * here + min(5 * 10**9, 2 * setup.total),
         nvme=swapped * setup.own * here,
-        checkpoint=setup.state_bytes * setup.world_size,
+        checkpoint=setup.checkpoint_bytes,
         export=2 * setup.total,
     )
 
