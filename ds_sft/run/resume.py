@@ -76,7 +76,8 @@ def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
 def _points(out: Path | None, hashed: bool) -> tuple[list[ResumePoint], dict[Path, str]]:
     """Checkpoints of a run directory that are whole by their sizes, the newest first.
 
-    Besides, each one that is not and that is newer than all which are, with the reason.
+    Besides, each one that is not and that is newer than all which are, with the reason. Raises
+    PermissionError where this user may not read a newer one: to go on from an older would lose it.
     """
     if out is None:
         return [], {}
@@ -93,6 +94,9 @@ def _points(out: Path | None, hashed: bool) -> tuple[list[ResumePoint], dict[Pat
         except CheckpointError as error:
             if not points:
                 broken[path] = str(error)
+        except PermissionError:
+            if not points:
+                raise
     return points, broken
 
 
