@@ -50,7 +50,7 @@ def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
             f"{run.out} holds {len(broken)} checkpoints and none is whole "
             f"({next(iter(broken.values()))}): bring one back from a copy, or use another --out"
         )
-    if run.out is not None and run.resume == "auto" and not points and (aside := _aside(run.out)):
+    if run.resume == "auto" and not points and (aside := _aside(run.out)):
         # A second start would otherwise begin at step 0, and drop the rows of metrics.jsonl.
         raise CheckpointError(
             f"no whole checkpoint is left in {run.out}, only what was set aside ({aside[-1]}): "
@@ -100,8 +100,10 @@ def _points(out: Path | None, hashed: bool) -> tuple[list[ResumePoint], dict[Pat
     return points, broken
 
 
-def _aside(out: Path) -> list[Path]:
-    """What `set_aside` has renamed, by name."""
+def _aside(out: Path | None) -> list[Path]:
+    """What `set_aside` has renamed in a run that still needs a checkpoint, by name."""
+    if out is None or RunDir(out).finished.is_file():
+        return []
     parents = (RunDir(out).checkpoints, RunDir(out).temporary)
     return sorted(path for p in parents for path in p.glob(f"step-*{BROKEN_SUFFIX}"))
 
