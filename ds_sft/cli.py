@@ -103,10 +103,12 @@ def reporting() -> Iterator[None]:
     except DsSftError as error:
         report(error)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        # Of a path that a person named, wherever it was first looked at.
+        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or error.filename is None:
             raise
-        # Of a path that a person typed, wherever it was first looked at.
-        report(ConfigError(f"{str(error.filename)[:100]}... is too long for a name"))
+        name = str(error.filename)
+        name = name if len(name) <= 200 else f"{name[:100]}..."
+        report(ConfigError(f"{name} cannot be used: {os.strerror(error.errno).lower()}"))
     except KeyboardInterrupt:
         say("interrupted")
         raise SystemExit(_INTERRUPTED) from None

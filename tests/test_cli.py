@@ -49,7 +49,21 @@ def test_a_path_that_is_too_long_is_one_line(
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"error: {'x' * 100}... is too long for a name\n"
+    assert capsys.readouterr().err == f"error: {'x' * 100}... cannot be used: file name too long\n"
+
+
+def test_what_this_user_may_not_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(path: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path / "meta.json"))
+
+    monkeypatch.setattr("ds_sft.run.verify.verify", refused)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", str(tmp_path)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said == f"error: {tmp_path}/meta.json cannot be used: permission denied\n"
 
 
 @pytest.mark.parametrize(

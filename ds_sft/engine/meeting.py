@@ -35,19 +35,20 @@ def over_several_hosts() -> bool:
 def tell_others() -> None:
     """Say at the meeting point that this rank has ended before it; what is wrong is said already.
 
-    Rank 0 keeps the meeting point open until the ranks of the other hosts have been there.
+    Rank 0's host keeps the meeting point open until the other hosts' ranks have heard of it: when
+    one of its ranks leaves, its launcher ends them all.
     """
     if not over_several_hosts():
         return
     with contextlib.suppress(Exception):
-        first = os.environ["RANK"] == "0"
-        store = _store(timedelta(seconds=TELL_SECONDS), is_master=first)
+        rank, world = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
+        at_meeting_point = _node() == "0"
+        store = _store(timedelta(seconds=TELL_SECONDS), is_master=rank == "0")
         if not store.check([ENDED]):
-            store.set(ENDED, f"{_node()} rank {os.environ['RANK']} on host {socket.gethostname()}")
-        store.add(HEARD, 1)
-        others = int(os.environ["WORLD_SIZE"]) - machine.local_ranks(int(os.environ["WORLD_SIZE"]))
-        end = time.monotonic() + TELL_SECONDS
-        while first and store.add(HEARD, 0) <= others and time.monotonic() < end:
+            store.set(ENDED, f"{_node()} rank {rank} on host {socket.gethostname()}")
+        store.add(HEARD, int(not at_meeting_point))
+        others, end = world - machine.local_ranks(world), time.monotonic() + TELL_SECONDS
+        while at_meeting_point and store.add(HEARD, 0) < others and time.monotonic() < end:
             time.sleep(LOOK_SECONDS / 4)
 
 

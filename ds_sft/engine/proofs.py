@@ -43,6 +43,7 @@ def prove_same_files(out: Path, manifest_sha256: str, starts_from: str) -> None:
             out.mkdir(parents=True, exist_ok=True)
             nonce_file.write_text(box[0][0])
         except OSError as error:
+            nonce_file.unlink(missing_ok=True)
             raise PreflightError(f"--out {out} cannot be written: {error}: make room") from None
     dist.broadcast_object_list(box, src=0)
     nonce, expected_data, expected_start = box[0]

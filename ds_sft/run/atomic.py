@@ -44,11 +44,16 @@ def fsync_path(path: Path) -> None:
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file through `X.partial`; readers see the old content or the new one."""
     partial = partial_path(path)
-    with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)  # on a full disk its bytes are missed elsewhere
+        raise
     fsync_path(path.parent)
 
 

@@ -69,10 +69,15 @@ class RunLock:
 
     def _created(self) -> bool:
         try:
-            with self._path.open("x", encoding="utf-8") as file:
-                file.write(self._text())
+            file = self._path.open("x", encoding="utf-8")
         except FileExistsError:
             return False
+        try:
+            with file:
+                file.write(self._text())
+        except OSError:  # a full disk
+            self._path.unlink(missing_ok=True)
+            raise
         return True
 
     def _remove_dead(self, holder: dict[str, Any] | None) -> None:
@@ -111,11 +116,15 @@ class RunLock:
                 )  # fmt: skip
                 os._exit(1)
             with contextlib.suppress(OSError):  # a full disk must not end a healthy run
-                self._write()
+                self._beat_once()
 
-    def _write(self) -> None:
+    def _beat_once(self) -> None:
         self._beat += 1
-        write_file(self._path, self._text())
+        try:
+            write_file(self._path, self._text())
+        except OSError:
+            os.utime(self._path)  # which takes no room
+            raise
 
     def _text(self) -> str:
         return json.dumps({**self._me, "beat": self._beat}) + "\n"
@@ -136,13 +145,21 @@ def is_alive(holder: dict[str, Any], path: Path) -> bool:
     """Whether the holder still runs."""
     if holder["host"] == here():
         return born(holder["pid"]) == holder["born"] is not None
-    end = time.monotonic() + WATCH_SECONDS
+    end, first = time.monotonic() + WATCH_SECONDS, _touched(path)
     while time.monotonic() < end:
         time.sleep(1.0)
         now = read(path)
-        if now is not None and now != holder:  # it beats, or another one has taken its place
+        # It beats, on a full disk by the time alone, or another one has taken its place.
+        if now is not None and (now != holder or _touched(path) != first):
             return True
     return False
+
+
+def _touched(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def here() -> str:

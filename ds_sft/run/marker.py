@@ -21,7 +21,10 @@ MAX_NAME = 255  # of a file, in bytes
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The marker in the checkpoint directory `path`. Raises CheckpointError."""
+    """The marker in the checkpoint directory `path`. Raises CheckpointError.
+
+    What this user may not read is not damaged: PermissionError.
+    """
     file = path / META_NAME
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory: name RUN/checkpoints/step-N")
@@ -35,6 +38,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         if is_damaged(raw):
             raise CheckpointError(f"{file} was changed after it was written")
         meta = json.loads(raw)
+    except PermissionError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read ({error!r})") from None
     if not isinstance(meta, dict):

@@ -50,7 +50,7 @@ def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
             f"{run.out} holds {len(broken)} checkpoints and none is whole "
             f"({next(iter(broken.values()))}): bring one back from a copy, or use another --out"
         )
-    if run.out is not None and run.resume == "auto" and not points and (aside := _aside(run.out)):
+    if run.resume == "auto" and not points and (aside := _aside(run.out)):
         # A second start would otherwise begin at step 0, and drop the rows of metrics.jsonl.
         raise CheckpointError(
             f"no whole checkpoint is left in {run.out}, only what was set aside ({aside[-1]}): "
@@ -76,7 +76,8 @@ def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
 def _points(out: Path | None, hashed: bool) -> tuple[list[ResumePoint], dict[Path, str]]:
     """Checkpoints of a run directory that are whole by their sizes, the newest first.
 
-    Besides, each one that is not and that is newer than all which are, with the reason.
+    Besides, each one that is not and that is newer than all which are, with the reason. Raises
+    PermissionError where this user may not read a newer one: to go on from an older would lose it.
     """
     if out is None:
         return [], {}
@@ -93,11 +94,16 @@ def _points(out: Path | None, hashed: bool) -> tuple[list[ResumePoint], dict[Pat
         except CheckpointError as error:
             if not points:
                 broken[path] = str(error)
+        except PermissionError:
+            if not points:
+                raise
     return points, broken
 
 
-def _aside(out: Path) -> list[Path]:
-    """What `set_aside` has renamed, by name."""
+def _aside(out: Path | None) -> list[Path]:
+    """What `set_aside` has renamed in a run that still needs a checkpoint, by name."""
+    if out is None or RunDir(out).finished.is_file():
+        return []
     parents = (RunDir(out).checkpoints, RunDir(out).temporary)
     return sorted(path for p in parents for path in p.glob(f"step-*{BROKEN_SUFFIX}"))
 

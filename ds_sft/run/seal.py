@@ -6,6 +6,7 @@ hashes the files that it wrote, in parallel. Leaves the writing of the files to 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterable
@@ -30,7 +31,10 @@ def names_in(directory: Path) -> list[str]:
 
 
 def check_sizes(directory: Path, files: Files) -> None:
-    """Raise CheckpointError for the first file that is missing or has another size."""
+    """Raise CheckpointError for the first file that is missing or has another size.
+
+    One that this user may not read is not damaged: PermissionError.
+    """
     try:
         sizes = {name: int(size) for name, (size, _) in files.items()}
     except (AttributeError, TypeError, ValueError):
@@ -39,6 +43,8 @@ def check_sizes(directory: Path, files: Files) -> None:
         path = directory / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")
+        if not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         if size(path) != expected:
             raise CheckpointError(f"{path} has {size(path)} bytes, {expected} were written")
 

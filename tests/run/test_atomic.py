@@ -23,6 +23,21 @@ def test_a_file_is_replaced_and_no_partial_stays(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_partial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    target = tmp_path / "run.json"
+    write_file(target, "old")
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_file(target, "new")
+    assert target.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
 def test_a_directory_has_its_name_only_after_the_block(tmp_path: Path) -> None:
     final = tmp_path / "step-3"
     with atomic_directory(final) as partial:

@@ -112,6 +112,24 @@ def test_a_broken_checkpoint_is_passed_over_with_its_reason_and_left_alone(
     assert newest.is_dir()
 
 
+def test_a_newer_one_that_this_user_may_not_read_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is whole: a start from the one before would set it aside and lose its steps."""
+    points = [
+        point(RunDir(tmp_path).checkpoints, label, files={"a": [3, "0"]}) for label in (3, 6, 9)
+    ]
+    for path in points:
+        (path / "a").write_text("abc")
+    allowed = dict.fromkeys(points, True)
+    monkeypatch.setattr("os.access", lambda path, mode: allowed[Path(path).parent])
+    allowed[points[1]] = False
+    assert find(tmp_path).completed == 10
+    allowed[points[2]] = False
+    with pytest.raises(PermissionError, match="step-9/a"):
+        find(tmp_path)
+
+
 def test_a_run_whose_checkpoints_are_all_broken_does_not_start_again_from_zero(
     tmp_path: Path,
 ) -> None:

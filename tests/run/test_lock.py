@@ -212,3 +212,23 @@ def test_a_beat_on_its_way_does_not_bring_a_given_back_lock_to_life(
         assert beating.wait(10)
     time.sleep(0.2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_on_a_full_disk_the_beat_is_still_heard_from_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "lock"
+    with RunLock(path):
+        pass
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "write_file", full)
+    with RunLock(path):
+        holder = lock.read(path)
+        assert holder is not None
+        host = lock.here()
+        monkeypatch.setattr(lock, "here", lambda: f"another {host}")
+        assert lock.is_alive(holder, path)
+        assert lock.read(path) == holder

@@ -116,3 +116,33 @@ def test_a_temporary_checkpoint_needs_no_directory_before_it(
     saving(monkeypatch, works=True)
     saver.checkpoint(7, temporary=True)
     assert saver.saved == 8
+
+
+def test_rows_reach_the_disk_before_the_checkpoint_that_outlives_them(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut the run goes on from the checkpoint, and never writes those rows again."""
+    order: list[str] = []
+    saver.dir.metrics.write_text("{}\n")
+    monkeypatch.setattr(module, "fsync_path", lambda path: order.append(path.name))
+
+    def save(engine: Any, final: Path, **_: Any) -> int:
+        final.mkdir(parents=True)
+        order.append(final.name)
+        return 1
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    saver.checkpoint(7, temporary=False)
+    assert order == ["metrics.jsonl", "step-7"]
+
+
+def test_a_run_directory_that_cannot_be_prepared_is_one_error_on_every_rank(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    saver.patient, saver.ds_config, saver.data = None, {}, None  # type: ignore[assignment]
+    monkeypatch.setattr(module.manifest, "write_run_json", full)
+    with pytest.raises(CheckpointError, match=r"run cannot be prepared: .*No space left"):
+        saver.resume(None)
