@@ -17,7 +17,7 @@ from typing import Any
 from ds_sft.engine import rates, tuning
 from ds_sft.engine.memory import GIB
 from ds_sft.fit import CONFIGS, FitFlags, measured, model_of, read_configs
-from ds_sft.fit_rows import Machine, Question, row
+from ds_sft.fit_rows import Machine, Question, row, usable
 
 _SHAPES = {
     "1.7B": (2048, 28, 16, 6144, True),
@@ -77,7 +77,7 @@ def cell(question: Question, card: int, host: int) -> str:
     machine = Machine(gpu_memory=memory, host_memory=NO_LIMIT, nvme=NO_LIMIT)
     speeds = rates.assumed(memory, several_nodes=False)
     found = []
-    for name, value in read_configs(CONFIGS).items():
+    for name, value in usable(question, read_configs(CONFIGS))[0].items():
         for star, sizes in (("", value), ("*", tuning.tuned(value, question.setup(), roomy=False))):
             result = row(question, name, sizes, machine, speeds)
             if not result.short:

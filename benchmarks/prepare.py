@@ -22,7 +22,7 @@ from ds_sft.data.records import Rejected
 from ds_sft.data.rows import parse_row
 from ds_sft.data.sources import TextSource
 from ds_sft.data.template import ChatTemplate, read_template
-from ds_sft.data.tokenizer import load_backend, load_tokenizer, own_template, save_tokenizer
+from ds_sft.data.tokenizer import borrowed_template, load_backend, load_tokenizer, save_tokenizer
 
 BATCH = 4096  # rows that `encode_batch` gets at a time: its memory is bounded too
 
@@ -40,7 +40,7 @@ def main() -> None:
         template = (
             read_template(args.template)
             if args.template
-            else own_template(tokenizer, args.tokenizer)
+            else borrowed_template(tokenizer, args.tokenizer).template
         )
         save_tokenizer(tokenizer, template, Path(work, "tokenizer"))
         job = Job(

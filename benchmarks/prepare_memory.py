@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_sft.data.template import ChatTemplate, read_template
-from ds_sft.data.tokenizer import load_backend, load_tokenizer, own_template
+from ds_sft.data.tokenizer import borrowed_template, load_backend, load_tokenizer
 
 SAMPLE_ROWS = 2_000
 SECONDS_BETWEEN = 0.25
@@ -93,7 +93,9 @@ def encode_batch_speed(args: argparse.Namespace, pairs: list[list[dict[str, Any]
     """The tokenizer alone, on all cores."""
     tokenizer = load_tokenizer(args.tokenizer)
     text = (
-        read_template(args.template) if args.template else own_template(tokenizer, args.tokenizer)
+        read_template(args.template)
+        if args.template
+        else borrowed_template(tokenizer, args.tokenizer).template
     )
     template = ChatTemplate(text, tokenizer.special_tokens_map, "template")
     sample = itertools.islice(rows(pairs, args.turns), SAMPLE_ROWS)

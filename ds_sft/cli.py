@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -101,6 +102,11 @@ def reporting() -> Iterator[None]:
         yield
     except DsSftError as error:
         report(error)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        # Of a path that a person typed, wherever it was first looked at.
+        report(ConfigError(f"{str(error.filename)[:100]}... is too long for a name"))
     except KeyboardInterrupt:
         say("interrupted")
         raise SystemExit(_INTERRUPTED) from None

@@ -18,10 +18,10 @@ from ds_sft.data.architectures import check_architecture, expected_shapes
 from ds_sft.data.model_files import ModelFiles, cached_revision, find_model, read_config
 from ds_sft.engine import memory
 from ds_sft.engine.config import read_json
+from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import Activations
-from ds_sft.engine.rates import Rates
 from ds_sft.errors import ConfigError
-from ds_sft.fit_rows import Machine, Question, Row, compare, fitting, row, usable
+from ds_sft.fit_rows import Question, compare, fitting, row, usable
 
 CONFIGS = Path("ds_configs")
 
@@ -52,6 +52,14 @@ class FitFlags:
     """Precision of forward and backward."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which gradients are summed over ranks."""
+    optimizer: Literal["adamw", "apollo", "apollo-mini"] = "adamw"
+    """As in training: moments of every parameter, or low-rank ones."""
+    apollo_rank: int | None = None
+    """As in training: rank of the moments; none = 256, of apollo-mini 1."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """As in training: precision of the masters."""
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """As in training: precision of Adam's moments."""
     loss_chunk_size: int = 2048
     """Tokens per chunk of the cross-entropy."""
     recompute_every: int = 1
@@ -64,8 +72,12 @@ class FitFlags:
     """Directory of the DeepSpeed JSONs to compare, or one file."""
     measure: bool = False
     """Measure this machine's rates (matrix products, memory, disk) instead of assuming them."""
+    probe: int = 0
+    """Run so many real optimizer steps (2 or more) of the fastest three that fit, with sizes for
+    this model, on this machine; 0 = predict only."""
     write: Path | None = None
-    """Write the fastest that fits as a JSON with sizes for this model."""
+    """Write the fastest that fits as a JSON with sizes for this model; with --probe the fastest
+    measured."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -80,6 +92,10 @@ class FitFlags:
             value = getattr(self, name)
             if value != "auto" and not 0 <= value <= 10**9:
                 raise ConfigError(f"--{name.replace('_', '-')}={value} must be 0 or more")
+        if self.probe != 0 and not 2 <= self.probe <= 1000:
+            raise ConfigError(
+                f"--probe={self.probe} must be from 2 to 1000 steps (the first one does not count)"
+            )
         if self.offload_activations and self.recompute_every == 0:
             raise ConfigError(
                 "--offload-activations with --recompute-every 0: there are no inputs to move"
@@ -93,7 +109,7 @@ class FitFlags:
 
 def run(flags: FitFlags) -> None:
     """The command. Raises ConfigError."""
-    from ds_sft import fit_view
+    from ds_sft import fit_probe, fit_view
     from ds_sft.fit_machine import machine_of, rates_of
 
     jsons = read_configs(flags.configs)
@@ -106,42 +122,46 @@ def run(flags: FitFlags) -> None:
         )
     machine = machine_of(flags)
     machine_rates = rates_of(flags, machine)
-    question = Question(model=model, flags=flags, activations=measured(model.config, flags))
+    question = question_about(model, flags)
+    question.check_optimizer()
     jsons, refused = usable(question, jsons)
     rows = compare(question, jsons, machine, machine_rates)
+    probed = fit_probe.probe(question, jsons, machine, machine_rates) if flags.probe else []
     written = None
     if flags.write is not None:
-        written = _write(question, jsons, machine, machine_rates, flags.write)
-    fit_view.show(question, machine, machine_rates, rows, refused, written)
+        ran = fit_probe.fastest(probed)
+        best = fitting(question, jsons, machine, machine_rates)
+        if flags.probe:
+            best = None if ran is None else (ran.row.name, ran.config)
+        if best is not None:
+            _write(question, best[1], flags.write)
+            written = row(question, *best, machine, machine_rates)
+    fit_view.show(question, machine, machine_rates, rows, refused, written, probed)
     if flags.write is not None and written is None:
         raise ConfigError(
-            f"--write {flags.write}: no file of {flags.configs} fits, not even with the smallest "
-            "sizes: change what the answer above names"
+            f"--write {flags.write}: no candidate ran: change what the answer above names"
+            if flags.probe
+            else f"--write {flags.write}: no file of {flags.configs} fits, not even with the "
+            "smallest sizes: change what the answer above names"
         )
 
 
-def _write(
-    question: Question,
-    jsons: Mapping[str, dict[str, Any]],
-    machine: Machine,
-    machine_rates: Rates,
-    path: Path,
-) -> Row | None:
-    """Write the fastest that fits, with sizes for this model; None when nothing does."""
-    found = fitting(question, jsons, machine, machine_rates)
-    if found is None:
-        return None
-    name, value = found
+def question_about(model: ModelFiles, flags: FitFlags) -> Question:
+    """The question that `flags` ask; what layers keep is measured when it is needed."""
+    remeasure = cache(lambda changed: measured(model.config, changed))
+    return Question(model=model, flags=flags, activations=remeasure(flags), remeasure=remeasure)
+
+
+def _write(question: Question, value: dict[str, Any], path: Path) -> None:
     if question.flags.nvme_path is not None:
         for section in ("offload_optimizer", "offload_param"):
-            if memory.device(value["zero_optimization"], section) == "nvme":
+            if device(value["zero_optimization"], section) == "nvme":
                 nvme_path = str(question.flags.nvme_path.resolve())
                 value["zero_optimization"][section]["nvme_path"] = nvme_path
     try:
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--write {path} cannot be written: {error}") from None
-    return row(question, name, value, machine, machine_rates)
 
 
 def read_configs(path: Path) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from ds_sft.engine.config import engine_config
 from ds_sft.engine.memory import Activations, Need, Setup
 from ds_sft.engine.rates import Rates, Seconds, Work
 from ds_sft.errors import ConfigError
+from ds_sft.recipe import low_rank
 from ds_sft.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -49,27 +50,44 @@ class Question:
     """As asked."""
     activations: Callable[[int], Activations]
     """Of a microbatch of so many tokens."""
+    remeasure: Callable[[FitFlags], Callable[[int], Activations]] | None = None
+    """`activations` with other flags, for advice; None = none is given about the layers."""
 
     def setup(self, world_size: int | None = None) -> Setup:
         """Sizes for the arithmetic."""
+        world_size = world_size or self.flags.world_size
         return Setup(
             numels={name: math.prod(shape) for name, (shape, _) in self.model.tensors.items()},
             tied=self.model.tied,
-            world_size=world_size or self.flags.world_size,
+            world_size=world_size,
             gpus_per_node=self.flags.gpus_per_node,
             compute_bytes=2 if self.flags.compute_dtype == "bfloat16" else 4,
             reduce_bytes=2 if self.flags.grad_reduce_dtype == "bfloat16" else 4,
+            moments=low_rank.moments_of(self.model.shapes, self.recipe, world_size),
         )
+
+    @property
+    def recipe(self) -> Recipe:
+        """What was asked, as a recipe; the rest moves neither memory nor speed."""
+        return Recipe(
+            model_id=self.flags.model_id, learning_rate=1e-5, loss_groups=1,
+            train_batch_size=self.flags.train_batch_size,
+            compute_dtype=self.flags.compute_dtype,
+            grad_reduce_dtype=self.flags.grad_reduce_dtype,
+            optimizer=self.flags.optimizer, apollo_rank=self.flags.apollo_rank,
+            master_dtype=self.flags.master_dtype,
+            optimizer_state_dtype=self.flags.optimizer_state_dtype,
+        )  # fmt: skip
+
+    def check_optimizer(self) -> None:
+        """Raise ConfigError for a rank that training would refuse."""
+        if self.recipe.apollo is not None:
+            low_rank.check(low_rank.by_name(self.model.shapes), self.recipe.apollo.rank)
 
     def config(self, json_dict: dict[str, Any], where: str, world_size: int) -> dict[str, Any]:
         """The complete DeepSpeed configuration. Raises ConfigError."""
-        recipe = Recipe(
-            model_id=self.flags.model_id, learning_rate=1e-5, train_batch_size=2,
-            compute_dtype=self.flags.compute_dtype,
-            grad_reduce_dtype=self.flags.grad_reduce_dtype,
-        )  # fmt: skip
         return engine_config(
-            json_dict, where, recipe, world_size=world_size,
+            json_dict, where, self.recipe, world_size=world_size,
             per_device_batch=self.flags.per_device_batch,
         )  # fmt: skip
 
@@ -166,6 +184,26 @@ def row(
     )
 
 
+def other_layers(question: Question) -> Iterator[tuple[str, Question]]:
+    """Ways to run the layers that hold less, the cheapest first: the flags, and the question so."""
+    if question.remeasure is None:
+        return
+    flags = question.flags
+    ways: list[tuple[str, dict[str, Any]]] = []
+    if flags.recompute_every != 1:
+        ways.append(("--recompute-every 1", {"recompute_every": 1}))
+    if flags.mlp_tiles == 0:
+        ways.append(("--mlp-tiles auto", {"mlp_tiles": "auto"}))
+    alone = list(ways)
+    if not flags.offload_activations:
+        ways.append(("--offload-activations", {"offload_activations": True}))
+        alone = ways if flags.recompute_every else alone  # it moves what is recomputed from
+    for tried in [*([way] for way in alone), *([ways] if len(ways) > 1 else [])]:
+        changed = replace(flags, **{k: v for _, changes in tried for k, v in changes.items()})
+        again = replace(question, flags=changed, activations=question.remeasure(changed))
+        yield " ".join(words for words, _ in tried), again
+
+
 def shortages(need: Need, machine: Machine) -> list[tuple[str, str]]:
     """What a configuration lacks: words, and `gpu`, `host` or `nvme`."""
     found = []
@@ -187,12 +225,12 @@ def shortages(need: Need, machine: Machine) -> list[tuple[str, str]]:
 def advice(
     question: Question, name: str, value: dict[str, Any], machine: Machine
 ) -> tuple[str, ...]:
-    """What would make a configuration fit: other sizes, a shorter row, more GPUs, more memory."""
+    """What would make it fit: other sizes, other layers, a shorter row, more GPUs, more memory."""
     flags = question.flags
 
-    def fits(json_dict: dict[str, Any], **changes: int) -> bool:
+    def fits(json_dict: dict[str, Any], asked: Question = question, **changes: int) -> bool:
         try:
-            need = question.need(json_dict, name, **changes)
+            need = asked.need(json_dict, name, **changes)
         except ConfigError:  # a file for another number of ranks
             return False
         lacking = {kind for _, kind in shortages(need, machine)}
@@ -206,6 +244,7 @@ def advice(
     if fits(tuning.tuned(value, question.setup(), roomy=False)):
         found.append("sizes for this model (--write my.json)")
     if "gpu" in kinds:
+        found += [w for w, asked in other_layers(question) if fits(value, asked)][:1]
         # A shorter row never needs more, so the lengths are sorted by whether they fit.
         shorter = [n for n in LENGTHS if n < flags.max_seq_len]
         first = bisect.bisect_left(shorter, True, key=lambda n: fits(value, length=n))
@@ -227,17 +266,26 @@ def fitting(
     machine_rates: Rates,
 ) -> tuple[str, dict[str, Any]] | None:
     """Name and content of the fastest file that fits, with sizes for this model."""
+    found = best_of_each(question, jsons, machine, machine_rates)
+    return (found[0][0].name, found[0][1]) if found else None
+
+
+def best_of_each(
+    question: Question,
+    jsons: Mapping[str, dict[str, Any]],
+    machine: Machine,
+    machine_rates: Rates,
+) -> list[tuple[Row, dict[str, Any]]]:
+    """Each file that fits with sizes for this model, roomy ones if they do, the fastest first."""
     found = []
     for name, value in jsons.items():
-        for rank, roomy in enumerate((True, False)):
+        for roomy in (True, False):
             candidate = tuning.tuned(value, question.setup(), roomy=roomy)
             result = row(question, name, candidate, machine, machine_rates)
             if not result.short:
-                found.append((result.seconds.total, rank, name, candidate))
-    if not found:
-        return None
-    _, _, name, best = min(found, key=lambda f: f[:3])
-    return name, best
+                found.append((result.seconds.total, not roomy, name, result, candidate))
+                break
+    return [(result, candidate) for *_, result, candidate in sorted(found, key=lambda f: f[:3])]
 
 
 def gib(size: float) -> str:

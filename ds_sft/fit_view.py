@@ -11,10 +11,12 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ds_sft import fit_probe
 from ds_sft.engine.memory import ASSUMPTIONS, GIB, Gpu, Need
 from ds_sft.engine.rates import Rates, Seconds
 
 if TYPE_CHECKING:
+    from ds_sft.fit_probe import Probed
     from ds_sft.fit_rows import Machine, Question, Row
 
 _UNITS = {
@@ -22,6 +24,7 @@ _UNITS = {
     "gpu_memory": (1e9, "GB/s of GPU memory"),
     "pcie": (1e9, "GB/s over PCIe"),
     "network": (1e9, "GB/s between ranks"),
+    "node_network": (1e9, "GB/s between ranks of a node"),
     "host_memory": (1e9, "GB/s of host memory"),
     "nvme_read": (1e9, "GB/s from NVMe"),
     "nvme_write": (1e9, "GB/s to NVMe"),
@@ -40,10 +43,12 @@ def show(
     rows: list[Row],
     refused: list[str],
     written: Row | None,
+    probed: list[Probed],
 ) -> None:
     """Print the answer; `refused` says of files why they cannot run as asked."""
     if question.flags.json:
         facts = said(question, machine, rates, rows, written)
+        facts["probed"] = [probed_facts(question, p) for p in probed]
         print(json.dumps({**facts, "refused": refused}, indent=2, default=str))
         return
     _table(question, machine, rows)
@@ -55,6 +60,8 @@ def show(
         print(f"left out: {line}")
     print()
     print(verdict(question, rows))
+    if probed:
+        _probed_table(question, probed)
     if written is not None:
         path, gpu = question.flags.write, _gib(written.need.gpu.total)
         print(f"wrote {path}: {written.name} with sizes for this model, {gpu} GiB of a GPU, "
@@ -146,6 +153,49 @@ def need_facts(need: Need) -> dict[str, Any]:
 def seconds_facts(seconds: Seconds) -> dict[str, Any]:
     """Seconds of a step as plain values."""
     return {**dataclasses.asdict(seconds), "total": seconds.total}
+
+
+def probed_facts(question: Question, probed: Probed) -> dict[str, Any]:
+    """A candidate that ran as plain values: bytes, seconds of a step, tokens of all ranks."""
+    tokens = question.flags.train_batch_size * question.flags.max_seq_len
+    return {
+        "name": probed.row.name,
+        "memory": "resident on the host" if fit_probe.on_cpu() else "allocated on the GPU",
+        "predicted": {
+            "peak": probed.predicted_peak,
+            "seconds": probed.row.seconds.total,
+            "tokens_per_s": tokens / probed.row.seconds.total,
+        },
+        "measured": None
+        if probed.peak is None or probed.seconds is None
+        else {
+            "peak": probed.peak,
+            "seconds": probed.seconds,
+            "tokens_per_s": tokens / probed.seconds,
+        },
+        "problem": probed.problem,
+    }
+
+
+def _probed_table(question: Question, probed: list[Probed]) -> None:
+    facts = [probed_facts(question, p) for p in probed]
+    steps = question.flags.probe
+    print(
+        f"\nProbed here with sizes for this model, {steps} steps each, predicted / measured; the "
+        f"peak is the fullest rank's, in GiB, {facts[0]['memory']}:"
+    )
+    for fact in facts:
+        one, two = fact["predicted"], fact["measured"]
+        parts = [fact["problem"]] if fact["problem"] else []
+        if two is not None:
+            parts += [
+                f"peak {_gib(one['peak'])} / {_gib(two['peak'])}",
+                f"{one['tokens_per_s']:,.0f} / {two['tokens_per_s']:,.0f} tokens/s",
+                f"{duration(one['seconds'])} / {duration(two['seconds'])} a step",
+            ]
+        print(f"  {fact['name']}: {', '.join(parts)}")
+    if fit_probe.on_cpu():
+        print("  The predicted speed is that of the GPU asked about; these ranks ran on a CPU.")
 
 
 def _table(question: Question, machine: Machine, rows: list[Row]) -> None:

@@ -39,7 +39,7 @@ from ds_sft.recipe.entries import length_notes
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 from ds_sft.run import changes, resume
-from ds_sft.run.layout import RunDir
+from ds_sft.run.place import check_place
 
 SECONDS_AFTER_SIGTERM = 30  # then DeepSpeed's launcher kills
 ASSUMED_GB_PER_SECOND = 1.0
@@ -143,16 +143,22 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     _check_generation_config(run, model)
     note_template(recipe, data, notes)
     recipe = recipe.resolved().replace(num_train_steps=final_steps(run, recipe, data.num_packs))
-    _check_apollo(recipe, model, notes)
+    _check_apollo(recipe, model)
     schedule = Schedule.from_recipe(recipe, data.num_packs)
     batches = _batches(run, recipe, data, schedule.num_steps, world_size)
     validation = open_validation(run, data, model, world_size)
-    _check_place(run, None if model is None else model.directory)
+    if run.out is not None:
+        check_place(run.out, run.data, None if model is None else model.directory)
     swap_files.check(ds_config, model, world_size)
     if model is not None:
-        warning = note_host_memory(run.deepspeed_config, ds_config, model, world_size)
+        warning = note_host_memory(
+            run.deepspeed_config, ds_config, model, world_size,
+            moments=low_rank.moments_of(model.shapes, recipe, world_size),
+        )  # fmt: skip
         notes += [warning] if warning else []
     point = _check_resume(run, recipe, data, model, tokenizer_dir, world_size, notes)
+    if recipe.departures:
+        notes.append(f"NOT LEVANTER'S CURVE: {', '.join(recipe.departures)}")
     _note_oddities(run, recipe, schedule, batches, model, notes)
     return Plan(
         run=run,
@@ -232,12 +238,9 @@ def _check_pair(
         )
 
 
-def _check_apollo(recipe: Recipe, model: ModelFiles | None, notes: list[str]) -> None:
-    """Say that the curve is another one; refuse a rank that leaves nothing low-rank."""
-    if recipe.apollo is None:
-        return
-    notes.append(f"optimizer {recipe.optimizer}: not Levanter's curve")
-    if model is not None:
+def _check_apollo(recipe: Recipe, model: ModelFiles | None) -> None:
+    """Refuse a rank that leaves nothing low-rank."""
+    if recipe.apollo is not None and model is not None:
         low_rank.check(low_rank.by_name(model.shapes), recipe.apollo.rank)
 
 
@@ -249,27 +252,6 @@ def _check_generation_config(run: RunConfig, model: ModelFiles | None) -> None:
             f"--keep-generation-config, but {model.directory} has no generation_config.json: "
             "drop the flag"
         )
-
-
-def _check_place(run: RunConfig, model_dir: Path | None) -> None:
-    """Refuse an --out that cannot become a run directory."""
-    if run.out is None:
-        return
-    for flag, place in (("--data", run.data), ("--model-id", model_dir)):
-        if place is not None and run.out.resolve().is_relative_to(place.resolve()):
-            raise ConfigError(f"--out {run.out} lies in {flag} {place}: name another directory")
-    if run.out.exists() and not run.out.is_dir():
-        raise ConfigError(f"--out {run.out} is a file: name a directory")
-    inside = RunDir(run.out)
-    for path in (inside.checkpoints, inside.temporary, inside.exports):
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path} is no directory: remove it, or use another --out")
-    for path in (inside.finished, inside.stop, inside.lock, inside.run_json, inside.metrics):
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path} is no file: remove it, or use another --out")
-    parent = existing_parent(run.out)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"--out {run.out} cannot be made: {parent} is not writable")
 
 
 def _check_resume(
@@ -305,14 +287,6 @@ def _check_resume(
     return point
 
 
-def existing_parent(path: Path) -> Path:
-    """`path`, or the nearest directory above it that exists."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
 def _note_oddities(
     run: RunConfig,
     recipe: Recipe,
@@ -336,7 +310,7 @@ def _note_oddities(
             f"{batches.world_size} ranks x {batches.per_device_batch}"
         )
     if model is not None:
-        share = 12 * model.num_parameters / batches.world_size / 1e9
+        share = low_rank.checkpoint_bytes(model.shapes, recipe) / batches.world_size / 1e9
         if share > SECONDS_AFTER_SIGTERM * ASSUMED_GB_PER_SECOND:
             notes.append(
                 f"a checkpoint is {share:.0f} GB a rank, more than a launcher waits for after a "

@@ -18,7 +18,7 @@ from ds_sft.data.model_files import ModelFiles
 from ds_sft.data.order import LEVANTER_ORDERS
 from ds_sft.engine.config import optimizer_kind
 from ds_sft.flags import RunConfig
-from ds_sft.recipe import cadence
+from ds_sft.recipe import cadence, low_rank
 from ds_sft.recipe.batching import BatchPlan
 from ds_sft.recipe.decay import is_decayed
 from ds_sft.recipe.recipe import Recipe
@@ -27,9 +27,6 @@ from ds_sft.recipe.schedule import Schedule
 if TYPE_CHECKING:
     from ds_sft.plan import Plan
 
-# A native checkpoint under ZeRO-3: float32 masters and Adam's two float32 moments. The weights for
-# computing are not in it, only placeholders, whatever the compute dtype.
-CHECKPOINT_BYTES_PER_PARAMETER = 12
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _EPOCHS_BY_DEFAULT = 8
 
@@ -57,7 +54,8 @@ def facts(plan: Plan) -> dict[str, Any]:
             "tokenizer": None if plan.data.tokenizer_dir is None else str(plan.data.tokenizer_dir),
             "manifest": {k: v for k, v in plan.data.manifest.items() if k != "sha256"},
         },
-        "optimizer": optimizer_kind(plan.ds_config),
+        "optimizer": _optimizer_text(plan),
+        "routes": _routes(plan),
         "ds_config": plan.ds_config,
         "notes": [*presets.describe(plan.run.preset, plan.run.preset_origins), *plan.notes],
     }
@@ -162,6 +160,20 @@ def step_targets(batches: BatchPlan, num_steps: int) -> np.ndarray[Any, np.dtype
     return np.asarray(np.diff(rounds * sums[-1] + sums[rest]))
 
 
+def _optimizer_text(plan: Plan) -> str:
+    if plan.recipe.apollo is None:
+        return optimizer_kind(plan.ds_config)
+    return low_rank.in_words(plan.recipe)
+
+
+def _routes(plan: Plan) -> list[str]:
+    """Who takes which way with APOLLO; nothing to say of AdamW or an unknown model."""
+    if plan.recipe.apollo is None or plan.model is None:
+        return []
+    tensors = low_rank.by_name(plan.model.shapes)
+    return low_rank.table(tensors, plan.recipe.apollo.rank, plan.batches.world_size)
+
+
 def _model_facts(model: ModelFiles) -> dict[str, Any]:
     groups: dict[bool, dict[str, int]] = {True: {}, False: {}}
     for name, (shape, _) in model.tensors.items():
@@ -188,12 +200,12 @@ def disk_facts(
     run: RunConfig, recipe: Recipe, num_steps: int, model: ModelFiles | None
 ) -> dict[str, Any]:
     """Bytes that the run directory will hold at most, and bytes free at --out."""
-    from ds_sft.plan import existing_parent
+    from ds_sft.run.place import existing_parent
 
     free = None if run.out is None else shutil.disk_usage(existing_parent(run.out)).free
     if model is None:
         return {"free": free, "needed": None}
-    one = CHECKPOINT_BYTES_PER_PARAMETER * model.num_parameters
+    one = low_rank.checkpoint_bytes(model.shapes, recipe)
     num_labels = len(cadence.labels(num_steps, recipe.steps_per_checkpoint))
     kept = min(run.keep_checkpoints or num_labels, num_labels)
     # The oldest goes only after the newest is whole, and a temporary one may lie beside them.

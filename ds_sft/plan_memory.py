@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ds_sft.engine import memory
 from ds_sft.engine.memory import Activations, Setup
 from ds_sft.errors import ConfigError
+from ds_sft.recipe import low_rank
 
 if TYPE_CHECKING:
     from ds_sft.plan import Plan
@@ -36,6 +37,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         gpus_per_node=GPUS_OF_A_NODE,
         compute_bytes=2 if recipe.compute_dtype == "bfloat16" else 4,
         reduce_bytes=2 if recipe.grad_reduce_dtype == "bfloat16" else 4,
+        moments=low_rank.moments_of(plan.model.shapes, recipe, plan.batches.world_size),
     )
     need = memory.need(setup, plan.ds_config, activations(plan))
     return {**need_facts(need), "assumptions": memory.ASSUMPTIONS}

@@ -116,11 +116,13 @@ def _engine_rows(said: dict[str, Any]) -> list[tuple[str, str]]:
     homes = {name: zero.get(f"offload_{name}", {}).get("device", "none")
              for name in ("optimizer", "param")}  # fmt: skip
     return [
-        ("precision", f"compute {recipe['compute_dtype']}, masters and accumulation float32, "
-         f"reduction {recipe['grad_reduce_dtype']}"),
+        ("precision", f"compute {recipe['compute_dtype']}, masters {recipe['master_dtype']}, "
+         f"moments {recipe['optimizer_state_dtype']}, accumulation float32, reduction "
+         f"{recipe['grad_reduce_dtype']}"),
         ("clipping", f"global norm {clip:g}" if clip else "off"),
         ("optimizer", f"{said['optimizer']}, betas {recipe['beta1']:g} {recipe['beta2']:g}, eps "
          f"{recipe['eps']:g}, weight decay {recipe['weight_decay']:g}"),
+        *(("", line) for line in said["routes"]),
         ("offload", ", ".join(f"{k} to {v}" for k, v in homes.items() if v != "none") or "none"),
     ]  # fmt: skip
 

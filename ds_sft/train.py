@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from ds_sft.cli import reporting
 from ds_sft.data.model_files import ModelFiles
-from ds_sft.engine import swap_files
+from ds_sft.engine import meeting, swap_files
 from ds_sft.engine.machine import set_threads
 from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.flags import parse_train
 from ds_sft.plan import Plan, check, show
+from ds_sft.run.console import outlive_console
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.lock import RunLock
 from ds_sft.run.stopping import Stopping
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, and train. Ends the process with the exit code of what happened."""
     # Started through ssh, a rank has the login shell's PATH: DeepSpeed would not find ninja.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    outlive_console()
     threads = set_threads()
     with ending_at_once(), reporting():
         with rank_zero_first():
@@ -72,6 +74,7 @@ def dry_run(plan: Plan) -> None:
 def ending_at_once() -> Iterator[None]:
     """After an error between the ranks, leave with its exit code and without Python's teardown.
 
+    Before they have met, those of other hosts are told instead.
     A process group that is still alive makes the teardown abort now and then (seen as 250, from
     SIGABRT), which would hide the code; and to close it in order takes the other ranks.
     """
@@ -80,6 +83,7 @@ def ending_at_once() -> Iterator[None]:
     except BaseException as error:
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_initialized():
+            meeting.tell_others()
             raise
         code = error.code if isinstance(error, SystemExit) else 1
         if not isinstance(error, SystemExit):
@@ -156,7 +160,8 @@ def train(plan: Plan, stopping: Stopping, threads: str) -> int:
             if not whole:
                 break
             log.resume_clock()
-        whole = whole and log.completed == schedule.num_steps
+        # A run that was stopped in its last export has no result yet: the next start makes it.
+        whole = whole and log.completed == schedule.num_steps and not saver.export_interrupted
         if not whole:
             saver.before_stopping(log.completed)
             log.stopped(stopping.reason or "--stop-after")
@@ -189,7 +194,7 @@ def start(plan: Plan, stopping: Stopping, threads: str) -> tuple[Plan, Any, Save
     for note in plan.notes:
         build.say(f"[init] note: {note}")
     stopping.use_group(saver.prompt)
-    first = saver.resume(plan.resume_from)
+    first = saver.resume(plan.resume_from, interrupted=stopping.agreed)
     if not run.skip_checks:
         proofs.prove(engine, plan.data, plan.batches, min(first, num_steps - 1))
     mfu = mfu_factor(model, plan.data.doc_lens)

@@ -15,211 +15,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import re
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
+from chaos_life import LIFE_SECONDS, ROOT, STARTED, Failed, environment, life
+from chaos_phases import REQUIRED, START, STEP, Lengths, look, phase_of
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-STEP, BEFORE, MARKER = "in a step", "in a save, before its rename", "at a marker"
-AFTER, EXPORT = "in a save, after its rename", "in an export"
-REQUIRED = (STEP, BEFORE, MARKER, AFTER, EXPORT)
-START, EXPORTED = "at start-up", "after an export's rename"
 EACH_AT_LEAST = 2
-STARTED = b"First batch loaded"
-LIFE_SECONDS = 300.0  # for one start with its steps; far more than any needs
 EXACT = ("label", "loss", "lr", "grad_norm", "target_tokens", "tokens")
-CHECKPOINTS = ("checkpoints", "checkpoints-temp")
-MARKERS = {**dict.fromkeys(CHECKPOINTS, "meta.json"), "hf": "checksums.json"}
-_NAME = re.compile(r"step-(\d+)(\.partial)?")
-
-
-class Failed(Exception):
-    """What was promised did not hold."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What lies in the run directory at one moment."""
-
-    whole: dict[str, list[int]]
-    """Labels under their final names, by folder, ascending."""
-    partial: dict[str, list[int]]
-    """Labels under `.partial`, by folder."""
-    marked: bool
-    """Whether a newest `.partial` already has its marker."""
-    other: list[str]
-    """Any other name."""
-
-    @property
-    def newest(self) -> int:
-        """The newest label of either kind of checkpoint, -1 if there is none."""
-        return max((n for folder in CHECKPOINTS for n in self.whole[folder]), default=-1)
-
-    def __str__(self) -> str:
-        names = [f"{f}/step-{n}" for f, labels in self.whole.items() for n in labels[-2:]]
-        half = [f"{f}/step-{n}.partial" for f, labels in self.partial.items() for n in labels]
-        return ", ".join([*names, *half, *self.other]) + (" (with marker)" if self.marked else "")
-
-
-def look(out: Path) -> Seen:
-    """Read the names below the run directory; they may change meanwhile."""
-    whole: dict[str, list[int]] = {}
-    partial: dict[str, list[int]] = {}
-    other: list[str] = []
-    marked = False
-    for folder, marker in MARKERS.items():
-        whole[folder], partial[folder] = [], []
-        try:
-            names = os.listdir(out / folder)
-        except FileNotFoundError:
-            continue
-        for name in names:
-            match = _NAME.fullmatch(name)
-            if match is None:
-                other.append(f"{folder}/{name}")
-            else:
-                (partial if match[2] else whole)[folder].append(int(match[1]))
-                marked |= bool(match[2]) and (out / folder / name / marker).exists()
-        whole[folder].sort()
-    return Seen(whole, partial, marked, other)
-
-
-def phase_of(now: Seen, at_start: Seen) -> str:
-    """Where the run is, by what lies there and what lay there before its first step."""
-    newest = now.newest
-    if newest > at_start.newest and (
-        any(n < newest for n in now.whole["checkpoints-temp"])
-        or any(n < newest for folder in CHECKPOINTS for n in now.partial[folder])
-    ):
-        return AFTER
-    if any(now.partial.values()):
-        if now.marked:
-            return MARKER
-        return EXPORT if now.partial["hf"] else BEFORE
-    exported = max(now.whole["hf"], default=-1)
-    if exported > max(newest, max(at_start.whole["hf"], default=-1)):
-        return EXPORTED
-    return STEP
-
-
-@dataclass
-class Lengths:
-    """How long each phase lasts, from what was watched, so that kills fall anywhere in one."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def note(self, phase: str, seconds: float) -> None:
-        """Remember one whole phase; outliers of a busy machine fade."""
-        known = self.seconds.get(phase, seconds)
-        self.seconds[phase] = min(seconds, 2 * known) * 0.3 + known * 0.7
-
-    def part(self, phase: str, chance: random.Random) -> float:
-        """A random part of the usual length."""
-        return chance.random() * self.seconds.get(phase, 0.0)
-
-
-class Life:
-    """One start of the run, from the launcher's birth to its death."""
-
-    def __init__(self, command: list[str], out: Path, log: Path) -> None:
-        self.out, self.log = out, log
-        with log.open("wb") as console:
-            self.process = subprocess.Popen(
-                command, env=environment(), cwd=ROOT, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        self.born = time.monotonic()
-        self.tree: list[psutil.Process] = []
-
-    def said(self) -> bytes:
-        """What the ranks and the launcher said so far."""
-        return self.log.read_bytes()
-
-    def check_alive(self) -> None:
-        """Raise Failed if the run ended by itself, or goes on for ever."""
-        code = self.process.poll()
-        if code is not None:
-            raise Failed(f"the run ended by itself (exit code {code}), see {self.log}")
-        if time.monotonic() - self.born > LIFE_SECONDS:
-            raise Failed(f"nothing to kill came in {LIFE_SECONDS:.0f} s, see {self.log}")
-
-    def wait_for_first_step(self) -> Seen:
-        """Wait until training starts; returns what lies there then."""
-        while STARTED not in self.said():
-            self.check_alive()
-            time.sleep(0.02)
-        self.tree = self.descendants()
-        return look(self.out)
-
-    def wait_in(self, target: str, skip: int, at_start: Seen, lengths: Lengths) -> None:
-        """Return as soon as the run is in phase `target` for the time `skip` + 1."""
-        phase, since = "", time.monotonic()
-        while True:
-            now = phase_of(look(self.out), at_start)
-            if now != phase:
-                if phase:
-                    lengths.note(phase, time.monotonic() - since)
-                phase, since = now, time.monotonic()
-                skip -= now == target
-                if skip < 0:
-                    return
-            self.check_alive()
-            time.sleep(0.0003)
-
-    def descendants(self) -> list[psutil.Process]:
-        """Everything that the launcher started and that runs now."""
-        try:
-            return psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-
-    def kill(self) -> None:
-        """SIGKILL to the whole process group in one call, then to whoever left the group."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        for process in self.tree:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        self.process.wait(timeout=30)
-        _, alive = psutil.wait_procs(self.tree, timeout=30)
-        alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        if alive:
-            raise Failed(f"processes outlived SIGKILL: {alive}")
-
-    def wait_for_end(self, seconds: float) -> None:
-        """Let the run end by itself. Raises Failed unless it says that it finished."""
-        try:
-            code = self.process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self.tree = self.descendants()
-            self.kill()
-            raise Failed(f"the run did not end in {seconds:.0f} s, see {self.log}") from None
-        if code != 0 or not (self.out / "finished").is_file():
-            raise Failed(f"the run failed (exit code {code}), see {self.log}")
-
-
-def environment() -> dict[str, str]:
-    """Two CPU ranks of one thread, whatever the machine has; nothing from the network."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {
-        **os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
 
 
 def make_inputs(work: Path) -> None:
@@ -262,18 +72,6 @@ def rows_of(out: Path) -> list[dict[str, object]]:
     path = out / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-@contextmanager
-def life(command: list[str], out: Path, log: Path) -> Iterator[Life]:
-    """A life that ends with the block, whatever happens."""
-    living = Life(command, out, log)
-    try:
-        yield living
-    finally:
-        if living.process.poll() is None:
-            living.tree = living.descendants()
-            living.kill()
 
 
 def kill_once(

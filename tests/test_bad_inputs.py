@@ -53,6 +53,13 @@ class Place:
             path.write_text(content if isinstance(content, str) else json.dumps(content))
         return path
 
+    def link(self, name: str) -> dict[str, Any]:
+        """A link that leads nowhere."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to("nothing")
+        return {}
+
     def deepspeed(self, content: Any) -> Words:
         return {"--deepspeed-config": self.write("my.json", content)}
 
@@ -139,7 +146,7 @@ CASES: dict[str, Case] = {
     "whole row of logits": (lambda p: {"--loss-chunk-size": 0}, "add --allow-full-logits"),
     "no packs in a row": (lambda p: {"--per-device-batch": 0}, "per-device-batch=0 must be"),
     "log every 0": (lambda p: {"--log-every": 0}, "log-every=0 must be"),
-    "out is a file": (lambda p: {"--out": p.write("run.txt", "")}, "is a file"),
+    "out is a file": (lambda p: {"--out": p.write("run.txt", "")}, "is no directory"),
     # the recipe
     "unknown recipe": (lambda p: {"--recipe": "qwen4"}, "use qwen3-8b, qwen3-4b"),
     "no recipe file": (lambda p: {"--recipe": p.root / "x.toml"}, "x.toml does not exist"),
@@ -256,6 +263,14 @@ CASES: dict[str, Case] = {
         lambda p: p.write("run/checkpoints", {}) and {}, "checkpoints is no directory"),
     "a directory for a file": (
         lambda p: p.write("run/finished/x", {}) and {}, "finished is no file"),
+    "out that an unset variable left empty": (lambda p: {"--out": ""}, "is a variable not set?"),
+    "out with a tilde": (lambda p: {"--out": "~/run"}, "no shell has replaced the ~"),
+    "out with a line break": (lambda p: {"--out": p.root / "a\nb"}, "has a line break"),
+    "out with too long a name": (lambda p: {"--out": p.root / ("x" * 256)}, "name too long"),
+    "out that is a link to nothing": (
+        lambda p: p.link("run"), "run is a link to nothing, which is not there"),
+    "checkpoints on a disk that is not mounted": (
+        lambda p: p.link("run/checkpoints"), "is a link to nothing, which is not there"),
     "two changes at once": (
         lambda p: {"x": p.checkpoint(fingerprint={"code": "abc"}), "--learning-rate": 0.5},
         "--allow-change code learning_rate"),

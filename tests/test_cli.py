@@ -42,6 +42,16 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ds-sft {__version__}\n"
 
 
+@pytest.mark.parametrize("words", [("verify", "x" * 256), ("inspect", "x" * 5000)])
+def test_a_path_that_is_too_long_is_one_line(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {'x' * 100}... is too long for a name\n"
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -18,9 +18,19 @@ from ds_sft.engine import memory, rates
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.engine.machine import memory_limit
 from ds_sft.errors import ConfigError
-from ds_sft.fit import FitFlags, measured, model_of, read_configs
+from ds_sft.fit import FitFlags, model_of, question_about, read_configs
 from ds_sft.fit_machine import parse_size
-from ds_sft.fit_rows import Machine, Question, compare, fitting, shortages
+from ds_sft.fit_rows import (
+    Machine,
+    Question,
+    advice,
+    compare,
+    fitting,
+    other_layers,
+    shortages,
+    usable,
+)
+from ds_sft.recipe import low_rank
 from ds_sft.recipe.recipe import RECIPES
 
 GIB = memory.GIB
@@ -44,9 +54,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def question(model_dir: Path) -> Question:
     flags = FitFlags(model_id=str(model_dir), configs=SHIPPED)
-    return Question(
-        model=model_of(str(model_dir)), flags=flags, activations=measured(CONFIG, flags)
-    )
+    return question_about(model_of(str(model_dir)), flags)
+
+
+def shipped(question: Question) -> dict[str, dict[str, Any]]:
+    """The shipped files that run on the question's number of ranks."""
+    return usable(question, read_configs(SHIPPED))[0]
 
 
 def rows_of(question: Question, gpu: float, host: float = 128, nvme: float | None = None) -> Any:
@@ -55,7 +68,7 @@ def rows_of(question: Question, gpu: float, host: float = 128, nvme: float | Non
         nvme=None if nvme is None else int(nvme * GIB),
     )  # fmt: skip
     speeds = rates.assumed(machine.gpu_memory, several_nodes=False)
-    return machine, speeds, compare(question, read_configs(SHIPPED), machine, speeds)
+    return machine, speeds, compare(question, shipped(question), machine, speeds)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -95,7 +108,7 @@ def test_what_fits_comes_first_and_the_fastest_on_top(question: Question) -> Non
     fits = [row for row in rows if not row.short]
     assert rows[: len(fits)] == fits
     assert [r.seconds.total for r in fits] == sorted(r.seconds.total for r in fits)
-    assert {row.name for row in rows} == {path.stem for path in SHIPPED.glob("*.json")}
+    assert {row.name for row in rows} == shipped(question).keys()
 
 
 def test_a_row_fits_exactly_when_nothing_is_too_small(question: Question) -> None:
@@ -113,7 +126,7 @@ def test_the_advice_is_true(question: Question) -> None:
     seen = set()
     for gpu in (8, 12, 24):
         machine, _, rows = rows_of(question, gpu=gpu, host=64, nvme=1000)
-        jsons = read_configs(SHIPPED)
+        jsons = shipped(question)
         for row in rows:
             for words in row.advice:
                 value = jsons[row.name]
@@ -133,19 +146,56 @@ def test_the_advice_is_true(question: Question) -> None:
     assert seen == {"length", "GPUs"}
 
 
+def test_a_gpu_that_is_a_little_too_small_is_told_of_layers_that_hold_less(
+    question: Question,
+) -> None:
+    name = "zero3_offload_optimizer"
+    value = shipped(question)[name]
+    needs = {words: again.need(value, name) for words, again in other_layers(question)}
+    assert list(needs) == ["--mlp-tiles auto", "--offload-activations",
+                           "--mlp-tiles auto --offload-activations"]  # fmt: skip
+    totals = {words: need.gpu.total for words, need in needs.items()}
+    moved = totals["--offload-activations"]
+    assert moved < question.need(value, name).gpu.total == totals["--mlp-tiles auto"]  # in the head
+    for gpu, words in ((moved, "--offload-activations"), (min(totals.values()) - 1, None)):
+        machine = Machine(gpu_memory=gpu, host_memory=1 << 50, nvme=None)
+        said = [w for w in advice(question, name, value, machine) if w in needs]
+        fits = [w for w, need in needs.items() if need.gpu.total <= gpu]
+        assert said == fits[:1]
+        assert said == ([] if words is None else [words])
+
+
+def test_layers_that_keep_everything_are_told_to_recompute_first(question: Question) -> None:
+    flags = replace(question.flags, recompute_every=0)
+    asked: list[FitFlags] = []
+
+    def remeasure(changed: FitFlags) -> Any:
+        asked.append(changed)
+        return question.activations
+
+    keeping = replace(question, flags=flags, remeasure=remeasure)
+    assert [words for words, _ in other_layers(keeping)] == [
+        "--recompute-every 1", "--mlp-tiles auto",
+        "--recompute-every 1 --mlp-tiles auto --offload-activations",
+    ]  # fmt: skip
+    assert (asked[-1].recompute_every, asked[-1].offload_activations) == (1, True)
+    nothing_left = replace(flags, recompute_every=1, mlp_tiles=4, offload_activations=True)
+    assert list(other_layers(replace(keeping, flags=nothing_left))) == []
+
+
 def test_what_is_written_fits_where_the_shipped_file_does_not(question: Question) -> None:
     _, _, rows = rows_of(question, gpu=24, nvme=1000)
-    shipped = {row.name: row.need for row in rows}
+    needs = [row.need.gpu.total for row in rows]
     found = []
     for gpu in range(4, 25):
         machine, speeds, _ = rows_of(question, gpu=gpu, nvme=1000)
-        best = fitting(question, read_configs(SHIPPED), machine, speeds)
+        best = fitting(question, shipped(question), machine, speeds)
         if best is not None:
             name, value = best
             assert not shortages(question.need(value, name), machine)
             found.append((gpu, name))
     assert found
-    assert found[0][0] <= math.ceil(min(n.gpu.total for n in shipped.values()) / GIB)
+    assert found[0][0] <= math.ceil(min(needs) / GIB)
 
 
 def test_a_longer_row_and_more_packs_need_more(question: Question) -> None:
@@ -202,6 +252,20 @@ def test_nothing_fits_is_an_answer_and_nothing_to_write_an_error(
     assert code == 2
     assert "no file of" in err
     assert not (tmp_path / "my.json").exists()
+
+
+def test_masters_and_moments_in_bfloat16_need_less_where_deepspeed_can(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model-id", model_dir, "--gpu-memory", "80GiB", "--host-memory", "128GiB",
+             "--configs", SHIPPED, "--max-seq-len", 2048, "--json")  # fmt: skip
+    plain = json.loads(run(capsys, *words)[1])
+    low = ("--master-dtype", "bfloat16", "--optimizer-state-dtype", "bfloat16")
+    said = json.loads(run(capsys, *words, *low)[1])
+    one, two = (next(c for c in s["configurations"] if c["name"] == "zero3") for s in (plain, said))
+    assert 2 * two["gpu"]["optimizer"] == one["gpu"]["optimizer"]
+    assert len(said["refused"]) == len(plain["refused"]) + 2  # those with NVMe
+    assert all("NVMe is not supported" in line for line in said["refused"][1:])
 
 
 def test_a_file_for_another_number_of_ranks_is_left_out_and_said(
@@ -309,3 +373,27 @@ def test_a_plan_says_what_the_run_needs(
     assert "a GPU at its peak" in out
     cli.main(["plan", *map(str, words)])
     assert "a GPU at its peak" not in capsys.readouterr().out
+
+
+def test_fit_and_plan_know_the_bytes_of_apollos_state(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = low_rank.by_name(model_of(str(tiny_model)).shapes)
+    parameters = sum(t.numel for t in tensors.values())
+    moments = low_rank.moment_numel(tensors, 8, 1)
+    apollo = ["--optimizer", "apollo", "--apollo-rank", "8"]
+    words = [*map(str, harness.flags(tiny_model, tiny_data, tmp_path / "out")), *apollo]
+    cli.main(["plan", *words, "--memory", "--json"])
+    said = json.loads(capsys.readouterr().out)["memory"]
+    assert said["gpu"]["optimizer"] == 4 * parameters + 8 * moments
+    card = ["--gpu-memory", "24GiB", "--host-memory", "64GiB", "--max-seq-len", "64", "--json"]
+    cli.main(["fit", "--model-id", str(tiny_model), *card, *apollo])
+    found = json.loads(capsys.readouterr().out)
+    by_name = {row["name"]: row for row in found["configurations"]}
+    assert by_name["zero3"]["gpu"]["optimizer"] == 4 * parameters + 8 * moments
+    assert by_name["zero3"]["checkpoint"] == 4 * parameters + 8 * moments
+    assert not any("nvme" in name for name in by_name)
+    assert any("on NVMe does not work with --optimizer apollo" in line for line in found["refused"])
+    with pytest.raises(SystemExit):
+        cli.main(["fit", "--model-id", str(tiny_model), *card, *apollo[:2]])
+    assert "use at most --apollo-rank 63" in capsys.readouterr().err

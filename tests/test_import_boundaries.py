@@ -35,6 +35,8 @@ LIGHT = [
     "ds_sft.engine.tuning",
     "ds_sft.fit",
     "ds_sft.fit_machine",
+    "ds_sft.fit_probe",
+    "ds_sft.fit_rank",
     "ds_sft.fit_view",
     "ds_sft.recipe.batching",
     "ds_sft.run.commands",

@@ -497,3 +497,39 @@ def test_a_damaged_or_foreign_validation_set_is_refused(
     (data / "validation/manifest.json").unlink()
     with pytest.raises(DataError, match=r"has no manifest\.json"):
         make_plan(tiny_model, data, tmp_path / "run")
+
+
+APOLLO = {"--optimizer": "apollo", "--apollo-rank": 8}
+
+
+def test_a_plan_with_apollo_says_who_goes_which_way_and_what_it_takes(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(tiny_model, tiny_data, tmp_path / "run", APOLLO)
+    said = facts(plan)
+    assert "NOT LEVANTER'S CURVE: the optimizer is apollo" in said["notes"]
+    assert (said["recipe"]["apollo_rank"], said["recipe"]["apollo_update_proj_gap"]) == (8, 200)
+    assert said["routes"][0] == "low-rank moments: 14 tensors, 110,592 parameters"
+    assert plan.model is not None
+    dense = plan.model.num_parameters - 110_592
+    lengths = [max(s) for n, s in plan.model.shapes.items() if "proj" in n]
+    moments = dense + 8 * sum(lengths)
+    assert said["disk"]["checkpoint"] == 4 * plan.model.num_parameters + 8 * moments
+    planning.show(plan)
+    out = capsys.readouterr().out
+    assert "rank 8, scale 1, one factor a channel, a new projection every 200 updates" in out
+    assert "plain AdamW: 11 tensors" in out
+
+
+def test_a_rank_too_large_for_the_model_is_refused_before_anything_starts(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="use at most --apollo-rank 63"):
+        make_plan(tiny_model, tiny_data, tmp_path / "run", {**APOLLO, "--apollo-rank": 256})
+
+
+def test_apollos_flags_without_apollo_are_refused(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="means nothing to optimizer=adamw"):
+        make_plan(tiny_model, tiny_data, tmp_path / "run", {"--apollo-rank": 8})

@@ -11,11 +11,15 @@ Left to others: reading (`sources`, `tables`), the draws (`draws`).
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
+from ds_sft.data import hub
+from ds_sft.data.model_files import hub_cache
 from ds_sft.data.sources import TextSource
 from ds_sft.data.tables import DatasetSource, ParquetSource, TableSource
 from ds_sft.errors import ConfigError, DataError
@@ -111,11 +115,38 @@ def _sources(where: str, how: Tables, flag: str) -> Sequence[TextSource | TableS
             raise DataError(f"{flag} {where} matches no file: check the pattern")
         return [_file(path, how) for path in files]
     if _HUB_ID.fullmatch(where) and not where.lower().endswith(KNOWN):
+        _refuse_unknown(where, flag)
         return [DatasetSource(where, how.split, how.subset, how.columns)]
     raise DataError(
         f"{flag} {where} is not a file: check the name (a directory, a pattern or the id of a "
-        "data set on the Hub would do as well)"
+        f"data set on the Hub would do as well){_near(path)}"
     )
+
+
+def _refuse_unknown(name: str, flag: str) -> None:
+    """Raises DataError for what is no path here, and no data set on the Hub or in a cache."""
+    answer = hub.ask("dataset", name)
+    prepared = os.environ.get("HF_DATASETS_CACHE") or hub_cache().parent / "datasets"
+    cached = [
+        hub_cache() / f"datasets--{name.replace('/', '--')}",
+        Path(prepared) / name.replace("/", "___"),
+    ]
+    if answer.state == "there" or any(path.is_dir() for path in cached):
+        return
+    why = (
+        "the Hub has no such data set: check the name (a private one needs a login)"
+        if answer.state == "absent"
+        else f"as a data set's id it is in no cache and the Hub cannot be asked ({answer.reason}): "
+        "check the path, or fetch the data set first"
+    )
+    raise DataError(f"{flag} {name} is no file or directory here, and {why}{_near(Path(name))}")
+
+
+def _near(path: Path) -> str:
+    """A name beside it that was perhaps meant, as the end of a message."""
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
 
 def _directory(path: Path, how: Tables, flag: str) -> Sequence[TextSource | TableSource]:

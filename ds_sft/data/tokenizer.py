@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_sft.data import hub
+from ds_sft.data.model_files import cached_revision
 from ds_sft.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
-HUB_TIMEOUT_S = 10
 PADDING_TOKEN = re.compile(r"<\|padding_\d+\|>")
 """Tokens that exports add to match the model's vocabulary; they are no part of the identity."""
 
@@ -52,12 +53,13 @@ def load_tokenizer(source: str, *, flag: str = "--tokenizer") -> Any:
     No code that comes with the tokenizer is run.
     """
     _refuse_empty_path(source, flag)
+    place = source if Path(source).is_dir() else _place_of_id(source, flag)
     import transformers
 
-    name = _class_without_torch(Path(source))
+    name = _class_without_torch(Path(place))
     try:
         loader = getattr(transformers, name) if name else transformers.AutoTokenizer
-        tokenizer = loader.from_pretrained(source)
+        tokenizer = loader.from_pretrained(place)
     # Whatever is wrong with the files or the network, the person needs the same line.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
@@ -80,11 +82,31 @@ def _refuse_empty_path(source: str, flag: str) -> None:
         wrong = "" if any(path.glob("tokenizer*")) else "holds no tokenizer"
     else:
         local = source.startswith(("/", ".", "~")) or source.count("/") > 1
-        wrong = "is not a directory" if local else ""
+        wrong = "is not a directory" if local or path.exists() else ""
     if wrong:
         raise DataError(
             f"{flag} {source} {wrong}: give a directory with tokenizer.json or a model's id"
         )
+
+
+def _place_of_id(source: str, flag: str) -> str:
+    """From where a model's id is loaded: the Hub, or its cache when the Hub cannot be asked.
+
+    Raises DataError if there is no such model, as far as can be known.
+    """
+    answer = hub.ask("model", source)
+    if answer.state == "there":
+        return source
+    cached = cached_revision(source)
+    if cached is not None and any(cached.glob("tokenizer*")):
+        return str(cached)
+    why = (
+        "the Hub has no such model: check the name (a private one needs a login)"
+        if answer.state == "absent"
+        else f"as a model's id it is not in the Hub's cache and the Hub cannot be asked "
+        f"({answer.reason}): check the path, or fetch the model first"
+    )
+    raise DataError(f"{flag} {source} is no directory here, and {why}")
 
 
 def _class_without_torch(directory: Path) -> str | None:
@@ -154,21 +176,17 @@ def _tuned_sibling(source: str) -> str:
 
 def _first_on_hub(names: list[str]) -> tuple[str, str]:
     """The first model that is in the local cache or on the Hub; else empty, and why."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub import try_to_load_from_cache
 
     for name in names:
         if isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str):
             return name, ""
     for name in names:
-        try:
-            HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
-        except RepositoryNotFoundError:
-            continue
-        # Any way in which the network can fail; asking again for the next name would not help.
-        except Exception as error:
-            return "", f"the Hub cannot be asked: {' '.join(str(error).split())[:100]}"
-        return name, ""
+        answer = hub.ask("model", name)
+        if answer.state == "unreachable":  # asking again for the next name would not help
+            return "", f"the Hub cannot be asked: {answer.reason}"
+        if answer.state == "there":
+            return name, ""
     return "", "not on the Hub"
 
 

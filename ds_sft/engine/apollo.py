@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,15 @@ from torch.optim.adamw import adamw
 
 from ds_sft.engine import apollo_maths as maths
 from ds_sft.errors import CheckpointError
-from ds_sft.model.loss import LossHead
+from ds_sft.model.kinds import parameter_kinds
 from ds_sft.recipe import low_rank
-from ds_sft.recipe.low_rank import LOW_RANK, Tensor
+from ds_sft.recipe.low_rank import BUCKET, LOW_RANK, Tensor
 from ds_sft.recipe.recipe import ApolloSettings, Recipe
 
 DENSE = ("exp_avg", "exp_avg_sq")
 PROJECTED = ("low_rank_exp_avg", "low_rank_exp_avg_sq")
 NORM = "update_norm"
 MEMBERS = "low_rank"
-BUCKET = 1 << 24  # elements: 64 MiB, a layer of an 8B model at rank 256
 GENERATORS = 4  # threads that make projections; torch makes one matrix on one core
 
 
@@ -103,8 +103,11 @@ class Apollo(torch.optim.Optimizer):
         self._sub_groups: dict[torch.Tensor, SubGroup] = {}
         self._group: Any = None
 
-    def attach(self, engine: Any) -> None:
-        """Learn what lies where in the partitions of `engine`; every rank calls it."""
+    def attach(self, engine: Any, timeout: timedelta) -> None:
+        """Learn what lies where in the partitions of `engine`; every rank calls it.
+
+        `timeout` is that of a collective, should a group of its own be needed.
+        """
         zero, names = engine.optimizer, engine.param_names
         places = {name: i for i, (name, _) in enumerate(engine.module.named_parameters())}
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
@@ -113,7 +116,8 @@ class Apollo(torch.optim.Optimizer):
             self._sub_groups[flat] = self._sub_group(members, places)
         masters = zero.fp32_partitioned_groups_flat[0].device
         if masters.type == "cpu" and torch.device(engine.device).type != "cpu":
-            self._group = dist.new_group(backend="gloo")  # NCCL takes no tensors in host memory
+            # NCCL takes no tensors in host memory.
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def _sub_group(
         self, members: list[tuple[str, Any, Any]], places: Mapping[str, int]
@@ -307,29 +311,9 @@ def _buckets(parts: list[Part], rank: int) -> Iterator[list[Part]]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter of a partitioned model with its kind, by the classes of its modules.
-
-    One that several modules share (a tied head) is what the first one that is no linear layer says.
-    """
-    kinds: dict[Any, str] = {}
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False):
-            if kinds.get(param, low_rank.LINEAR) == low_rank.LINEAR:
-                kinds[param] = _kind(module, name)
+    """Every parameter of a partitioned model with its kind, by the class of its module."""
+    kinds = parameter_kinds(model)
     return {
-        name: Tensor(kind=kinds[p], shape=tuple(getattr(p, "ds_shape", p.shape)))
+        name: Tensor(kind=kinds[name], shape=tuple(getattr(p, "ds_shape", p.shape)))
         for name, p in model.named_parameters()
     }
-
-
-def _kind(module: nn.Module, name: str) -> str:
-    if name.endswith("bias"):
-        return "bias"
-    if isinstance(module, nn.Linear):
-        return low_rank.LINEAR
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    if isinstance(module, LossHead):
-        return "head"
-    class_name = type(module).__name__
-    return "norm" if "norm" in class_name.lower() else class_name

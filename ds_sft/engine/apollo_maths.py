@@ -34,7 +34,7 @@ def projection(
     # torch's CPU generator looks at 32 bits of a seed only, so the three are mixed down to those.
     (word,) = np.random.SeedSequence((seed, index, number)).generate_state(1, np.uint32)
     generator = torch.Generator().manual_seed(int(word))
-    return torch.randn(min(shape), rank, generator=generator) / math.sqrt(rank)
+    return torch.randn(min(shape), rank, generator=generator).div_(math.sqrt(rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

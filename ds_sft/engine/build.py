@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_sft.data.model_files import ModelFiles
-from ds_sft.engine import ops, swap_files
+from ds_sft.engine import meeting, ops, swap_files
 from ds_sft.engine.apollo import Apollo, tensors_of
 from ds_sft.engine.config import optimizer_kind
 from ds_sft.errors import ConfigError
@@ -49,11 +49,12 @@ def distributed(timeout_minutes: float) -> Iterator[None]:
     skip_inference_op()
     accelerator = get_accelerator()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(
-        dist_backend=accelerator.communication_backend_name(),
-        timeout=timedelta(minutes=timeout_minutes),
-        verbose=False,
-    )
+    with meeting.listening():
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name(),
+            timeout=timedelta(minutes=timeout_minutes),
+            verbose=False,
+        )
     yield
     # Only after success: on an error the other ranks may be inside a collective for good.
     dist.barrier()
@@ -95,7 +96,12 @@ def device() -> torch.device:
 
 
 def build_engine(
-    run: RunConfig, recipe: Recipe, ds_config: dict[str, Any], files: ModelFiles
+    run: RunConfig,
+    recipe: Recipe,
+    ds_config: dict[str, Any],
+    files: ModelFiles,
+    *,
+    random_weights: bool = False,
 ) -> Any:
     """A ZeRO-3 engine with the model of `files` in it; prints each automatic choice once."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -107,16 +113,20 @@ def build_engine(
     if run.no_loss_checkpoint:
         say("[init] --no-loss-checkpoint changes nothing: the head keeps and recomputes no logits")
     choices = layer_choices(run, files)
-    ops.clear(ops.BUILDERS)
+    ops.clear(ops.needed_by(ds_config))
     ds_config = swap_files.claim(ds_config)
-    model = build_partitioned(files, ds_config, dtype, run.loss_chunk_size, choices, device())
+    model = build_partitioned(
+        files, ds_config, dtype, run.loss_chunk_size, choices, device(),
+        random_weights=random_weights,
+    )  # fmt: skip
     say(f"[init] parameters: {summary(parameter_kinds(model))}")
     groups = parameter_groups(model, recipe.weight_decay)
     optimizer = choose_optimizer(ds_config, model, groups, recipe)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     if isinstance(optimizer, Apollo):
-        optimizer.attach(engine)
-    if dtype is torch.bfloat16:
+        optimizer.attach(engine, timedelta(minutes=run.collective_timeout_minutes))
+    rounded = recipe.compute_dtype == "bfloat16" and recipe.master_dtype == "float32"
+    if rounded and not random_weights:
         count = restore_float32_masters(engine.module, files)
         if count:
             say(f"[init] {count} tensors of the model are float32: the masters keep their values")
@@ -171,7 +181,10 @@ def make_optimizer(
         from ds_sft.engine.cpu_adam import cpu_adam
 
         try:
-            return cpu_adam(groups, recipe.learning_rate, betas, recipe.eps)
+            return cpu_adam(
+                groups, recipe.learning_rate, betas, recipe.eps,
+                float32_states=recipe.optimizer_state_dtype == "float32",
+            )  # fmt: skip
         except Exception as error:
             raise ConfigError(
                 "offload_optimizer needs DeepSpeed's CPU Adam, which cannot be built here "

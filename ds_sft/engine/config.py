@@ -92,6 +92,10 @@ def engine_config(
     if recipe.apollo is not None:
         _check_apollo(zero, where, recipe)
         owned["zero_force_ds_cpu_optimizer"] = False
+    if recipe.master_dtype == "bfloat16":
+        _check_masters(zero, where, recipe)
+        owned["bf16"]["bf16_master_weights_and_grads"] = True
+        owned["bf16"]["bf16_optimizer_states"] = recipe.optimizer_state_dtype == "bfloat16"
     return {**json_dict, **owned, "zero_optimization": zero}
 
 
@@ -102,6 +106,21 @@ def _check_apollo(zero: dict[str, Any], where: str | Path, recipe: Recipe) -> No
             f"{where}: `zero_optimization.offload_optimizer` on NVMe does not work with "
             f"--optimizer {recipe.optimizer}, whose state is small: use "
             "ds_configs/zero3_offload_optimizer.json, which keeps it in host memory"
+        )
+
+
+def _check_masters(zero: dict[str, Any], where: str | Path, recipe: Recipe) -> None:
+    """Refuse places where DeepSpeed cannot keep masters in bfloat16."""
+    home = zero.get("offload_optimizer", {}).get("device", "none")
+    if home == "nvme":
+        raise ConfigError(
+            f"{where}: --master-dtype bfloat16 with the optimizer on NVMe is not supported: use "
+            "ds_configs/zero3_offload_optimizer.json, or --master-dtype float32"
+        )
+    if home == "none" and recipe.optimizer_state_dtype == "float32":
+        raise ConfigError(
+            f"{where}: --master-dtype bfloat16 with moments in float32 needs offload_optimizer: "
+            "use ds_configs/zero3_offload_optimizer.json, or --optimizer-state-dtype bfloat16"
         )
 
 
@@ -200,7 +219,8 @@ def _check_offload(zero: dict[str, Any], where: str | Path, world_size: int) -> 
     if hpz > world_size or world_size % hpz:
         raise ConfigError(
             f"{where}: `zero_optimization.zero_hpz_partition_size` is {hpz}, which does not divide "
-            f"the world size {world_size}: use the number of GPUs of one host"
+            f"the world size {world_size}: use the number of GPUs of one host, or "
+            "ds_configs/zero3.json"
         )
 
 

@@ -15,13 +15,21 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 
 def cpu_adam(
-    groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
+    groups: list[dict[str, Any]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    *,
+    float32_states: bool = True,
 ) -> DeepSpeedCPUAdam:
     """A DeepSpeedCPUAdam (ZeRO-3 compares the type, so no subclass) that resumes bit-identically.
 
+    Without `float32_states` the moments have the type of the masters.
     Raises RuntimeError when its C++ code cannot be built.
     """
-    optimizer = DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=eps, adamw_mode=True)
+    optimizer = DeepSpeedCPUAdam(
+        groups, lr=lr, betas=betas, eps=eps, adamw_mode=True, fp32_optimizer_states=float32_states
+    )
     optimizer.ds_opt_adam = _Forgetful(optimizer.ds_opt_adam)
     return optimizer
 

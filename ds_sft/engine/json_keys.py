@@ -75,7 +75,6 @@ ACCEPTED: Rules = {
             "pipeline_write": BOOL,
             "fast_init": BOOL,
             "ratio": SHARE,
-            "cpuadam_cores_perc": SHARE,
         },
         "leaf_module": {"classes": TEXTS, "names": TEXTS, "name_suffixes": TEXTS},
     },
@@ -120,6 +119,10 @@ ACCEPTED: Rules = {
 
 _OWNED = "is decided by ds_sft: drop it and use {}"
 _NUMBERS = "changes the numbers, so the curve would not be Levanter's: drop it"
+_QUANTIZED = (
+    "rounds {} to 8 or 4 bits, so the curve would not be Levanter's, and no test without a GPU can "
+    "show by how much: drop it"
+)
 _REMOVED = "was removed from DeepSpeed: drop it"
 _ZERO12 = "has no effect under ZeRO stage 3: drop it"
 _PARALLEL = "is a kind of parallelism that ds_sft does not have: drop it"
@@ -138,8 +141,8 @@ REFUSED: dict[str, str] = {
         "zero_optimization.offload_optimizer)"
     ),
     "scheduler": _OWNED.format("--lr-schedule, --warmup, --decay and --min-lr-ratio"),
-    "bf16": _OWNED.format("--compute-dtype (fp32 masters and moments are always kept)"),
-    "bfloat16": _OWNED.format("--compute-dtype (fp32 masters and moments are always kept)"),
+    "bf16": _OWNED.format("--compute-dtype, --master-dtype and --optimizer-state-dtype"),
+    "bfloat16": _OWNED.format("--compute-dtype, --master-dtype and --optimizer-state-dtype"),
     "fp16": _OWNED.format("--compute-dtype bfloat16: float16 has no place on Levanter's curve"),
     "torch_autocast": _OWNED.format("--compute-dtype"),
     "data_types": _OWNED.format("--compute-dtype and --grad-reduce-dtype"),
@@ -177,11 +180,16 @@ REFUSED: dict[str, str] = {
     "checkpoint.parallel_write": _ZERO12,
     "checkpoint.checkpoint_serialization": "is refused: exports map the default format; drop it",
     "zero_optimization.reduce_scatter": "is decided by ds_sft (always true): drop it",
-    "zero_optimization.zero_quantized_weights": _NUMBERS,
-    "zero_optimization.zero_quantized_nontrainable_weights": _NUMBERS,
-    "zero_optimization.zero_quantized_gradients": _NUMBERS,
-    "zero_optimization.zenflow": _NUMBERS,
-    "zero_optimization.offload_optimizer.super_offload": "is not supported: drop it",
+    "zero_optimization.zero_quantized_weights": _QUANTIZED.format("every weight at every gather"),
+    "zero_optimization.zero_quantized_nontrainable_weights": "is for frozen weights, and ds_sft "
+    "trains all: drop it",
+    "zero_optimization.zero_quantized_gradients": _QUANTIZED.format("gradients between hosts"),
+    "zero_optimization.zenflow": "changes the numbers (most of an update comes late, and masters "
+    "take over rounded weights), and its moments are in no checkpoint: drop it",
+    "zero_optimization.offload_optimizer.super_offload": "keeps Adam's moments in a process of "
+    "its own, which no checkpoint holds: drop it",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "is read with super_offload only: "
+    "drop it, and set OMP_NUM_THREADS",
     "zero_optimization.cpu_offload": _OFFLOAD_OLD.format("offload_optimizer"),
     "zero_optimization.cpu_offload_param": _OFFLOAD_OLD.format("offload_param"),
     "zero_optimization.cpu_offload_use_pin_memory": "is the old spelling: use pin_memory",

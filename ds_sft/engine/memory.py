@@ -2,8 +2,9 @@
 
 Owns the arithmetic of DeepSpeed 0.19's ZeRO-3 as ds_sft sets it up: which buffer of which precision
 exists where, and which of them are alive together. Numbers in, numbers out: no torch, no files.
-What the model itself keeps is measured elsewhere (`model.activations`); the constants at the top
-are the only estimates, and `ASSUMPTIONS` says them. Sizes are per rank unless the name says node.
+What offloading takes of host memory is `host_memory`'s; what the model itself keeps is measured
+elsewhere (`model.activations`). The constants at the top are the only estimates, and `ASSUMPTIONS`
+says them. Sizes are per rank unless the name says node.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ds_sft.engine import gathering
+from ds_sft.engine import gathering, host_memory
 from ds_sft.engine.gathering import EMBEDDING, HEAD, LAYERS
+from ds_sft.engine.host_memory import device, rounding
+from ds_sft.recipe import low_rank
 
 GIB = 2**30
 CONTEXT = int(0.6 * GIB)  # CUDA context, cuBLAS workspace, kernels
@@ -145,6 +148,12 @@ class Setup:
     """Of one element in forward and backward: 2 or 4."""
     reduce_bytes: int
     """Of one element while gradients are summed over ranks: 2 or 4."""
+    moments: int | None = None
+    """Elements of each of the two moments of one rank with APOLLO; None = AdamW: all it owns."""
+    master_bytes: int = 4
+    """Of one element of the masters: 2 or 4."""
+    moment_width: int = 4
+    """Of one element of a moment: 2 or 4."""
 
     @property
     def total(self) -> int:
@@ -160,22 +169,42 @@ class Setup:
         """Elements that one rank owns."""
         return sum(map(self.part, self.numels.values()))
 
+    @property
+    def moment_bytes(self) -> int:
+        """Of both moments of one rank."""
+        return 2 * self.moment_width * (self.own if self.moments is None else self.moments)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the masters and moments of one rank."""
+        return self.master_bytes * self.own + self.moment_bytes
+
+    def at_precision(self, ds_config: Mapping[str, Any]) -> Setup:
+        """A copy whose masters and moments are as wide as the complete `ds_config` makes them."""
+        bf16 = ds_config.get("bf16", {})
+        return replace(
+            self,
+            master_bytes=2 if bf16.get("bf16_master_weights_and_grads") else 4,
+            moment_width=2 if bf16.get("bf16_optimizer_states") else 4,
+        )
+
 
 def need(setup: Setup, ds_config: Mapping[str, Any], activations: Activations) -> Need:
     """Bytes of a run with the complete `ds_config` (what `engine_config` returns)."""
+    setup = setup.at_precision(ds_config)
     zero = {**DEFAULTS, **ds_config["zero_optimization"]}
-    host = _host(setup, zero)
+    host = host_memory.of_rank(setup, zero)
     inputs, size = activations.parked
     here = min(setup.gpus_per_node, setup.world_size)
     home, params = device(zero, "offload_optimizer"), device(zero, "offload_param")
     swapped = (16 if home == "nvme" else 0) + (setup.compute_bytes if params == "nvme" else 0)
     return Need(
         gpu=_gpu(setup, zero, activations),
-        host_states=host[0] * here,
-        host_buffers=(host[1] + inputs * (size + _rounding(size, pinned=True))) * here,
+        host_states=host.states * here,
+        host_buffers=(host.buffers + inputs * (size + rounding(size, pinned=True))) * here,
         host_processes=PROCESS * here + min(5 * 10**9, 2 * setup.total),
         nvme=swapped * setup.own * here,
-        checkpoint=12 * setup.total,
+        checkpoint=setup.state_bytes * setup.world_size,
         export=2 * setup.total,
     )
 
@@ -190,11 +219,6 @@ DEFAULTS: dict[str, Any] = {
     "zero_hpz_partition_size": 1,
 }
 """DeepSpeed's, where a file says nothing."""
-
-
-def device(zero: Mapping[str, Any], section: str) -> str:
-    """Where `offload_optimizer` or `offload_param` puts things: none, cpu or nvme."""
-    return str(zero.get(section, {}).get("device", "none"))
 
 
 def _gpu(setup: Setup, zero: Mapping[str, Any], activations: Activations) -> Gpu:
@@ -230,7 +254,10 @@ def _phase(setup: Setup, zero: Mapping[str, Any], acts: Activations, phase: str)
     elif phase == UPDATE and optimizer_here:
         part = setup.part(largest)
         sub_group = min(setup.own, zero["sub_group_size"] + part)
-        working = max(4 * sub_group, 8 * part)  # its flat gradient; a norm in float64
+        # The flat gradient of a sub-group; a norm in float64.
+        working = max(setup.master_bytes * sub_group, 8 * part)
+        if setup.moments:  # gradients projected and reduced, their direction, a root
+            working += 4 * 4 * min(low_rank.BUCKET, setup.moments * setup.world_size)
     elif phase == EXPORT:
         working = 8 * largest  # one whole master at a time, and the copy that is written
     moving = kept + working + gathered + copies
@@ -239,7 +266,7 @@ def _phase(setup: Setup, zero: Mapping[str, Any], acts: Activations, phase: str)
         phase=phase,
         parameters=setup.compute_bytes * (setup.own if params_here else 0) + resident,
         gradients=4 * setup.own if optimizer_here else 0,
-        optimizer=12 * setup.own if optimizer_here else 0,
+        optimizer=setup.state_bytes if optimizer_here else 0,
         activations=kept,
         working=working,
         gathered=gathered,
@@ -283,32 +310,3 @@ def _reduction(setup: Setup, zero: Mapping[str, Any], layers_only: bool) -> int:
     cast = setup.reduce_bytes if setup.reduce_bytes != setup.compute_bytes else 0
     laid_out = setup.reduce_bytes if largest % setup.world_size else 0
     return max(together, (cast + laid_out) * largest)
-
-
-def _host(setup: Setup, zero: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of states and of buffers that one rank has in host memory."""
-    states = buffers = 0
-    optimizer, params = zero.get("offload_optimizer", {}), zero.get("offload_param", {})
-    home, own, compute = device(zero, "offload_optimizer"), setup.own, setup.compute_bytes
-    pinned = optimizer.get("pin_memory", True)
-    if home == "cpu":
-        # Masters, two moments, the sum over microbatches, and the gradient that Adam reads.
-        states += 20 * own
-        buffers += 2 * _rounding(4 * own, pinned)
-    elif home == "nvme":
-        states += 4 * own
-        sub_group = min(own, zero["sub_group_size"] + setup.part(max(setup.numels.values())))
-        buffers += _rounding(4 * own, pinned) + 4 * optimizer.get("buffer_count", 4) * sub_group
-    if device(zero, "offload_param") == "cpu":
-        states += compute * own
-        buffers += _rounding(compute * own, pinned=True)
-    elif device(zero, "offload_param") == "nvme":
-        count, size = params.get("buffer_count", 5), params.get("buffer_size", 100_000_000)
-        states += compute * min(own, params.get("max_in_cpu", 0))
-        buffers += compute * count * size
-    return states, buffers
-
-
-def _rounding(size: int, pinned: bool) -> int:
-    """What torch's pinned allocator adds: sizes are powers of two."""
-    return (1 << (size - 1).bit_length()) - size if pinned and size else 0

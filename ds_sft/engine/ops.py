@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_sft.engine.host_memory import device
 from ds_sft.errors import ConfigError
 
 BUILDERS = {
@@ -103,7 +104,8 @@ def is_stale(lock: Path, stale_after: float = STALE_AFTER_SECONDS) -> bool:
         age = time.time() - lock.stat().st_mtime
     except FileNotFoundError:
         return False
-    return age > stale_after and not is_being_built(lock.parent)
+    # A clock that was set back makes a lock look as if it came from the future.
+    return abs(age) > stale_after and not is_being_built(lock.parent)
 
 
 def clear_stale_locks(root: Path, names: Iterable[str], stale_after: float) -> list[Path]:
@@ -164,6 +166,14 @@ def clear(ops: Iterable[str]) -> None:
     """Remove the locks of `ops` that no build holds, on which a run would wait for ever."""
     for lock in clear_stale_locks(extension_root(), names_of(ops), STALE_AFTER_SECONDS):
         print(f"removed a lock that no build holds: {lock}", flush=True)
+
+
+def needed_by(ds_config: dict[str, Any]) -> list[str]:
+    """The operators that a run with this configuration loads; it waits for no other's build."""
+    zero = ds_config["zero_optimization"]
+    optimizer, params = (device(zero, name) for name in ("offload_optimizer", "offload_param"))
+    found = ["cpu_adam"] if optimizer != "none" else []
+    return [*found, "async_io"] if "nvme" in (optimizer, params) else found
 
 
 def names_of(ops: Iterable[str]) -> set[str]:

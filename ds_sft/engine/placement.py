@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_sft.data.model_files import ModelFiles
-from ds_sft.engine import machine
-from ds_sft.engine.config import BUFFERS_OF_ADAM, read_json
+from ds_sft.engine import host_memory, machine
+from ds_sft.engine.config import read_json
+from ds_sft.engine.memory import DEFAULTS, Setup
 from ds_sft.errors import ConfigError
 
 Memory = Literal["gpu", "host"]
-OPTIMIZER_BYTES = 16  # per parameter: master, two moments and the summed gradient, float32
-GRADIENT_BYTES = 4
-_SUB_GROUP, _BUFFER, _BUFFERS = 1_000_000_000, 100_000_000, 5  # DeepSpeed's, if the file is silent
 CAREFUL_SHARE = 0.9  # of a host's memory: the rest is for Python, the data and the page cache
 
 _NEXT: dict[Memory, dict[tuple[str, str], list[tuple[str, str]]]] = {
@@ -45,16 +43,19 @@ On a CPU, where "GPU" and host memory are one, only NVMe helps; so `host` has a 
 def devices(config: dict[str, Any]) -> tuple[str, str]:
     """Where the optimizer state and the parameters are: none (the GPU), cpu or nvme."""
     zero = config.get("zero_optimization", {})
-    optimizer, parameters = (
-        str(zero.get(name, {}).get("device", "none")).lower()
-        for name in ("offload_optimizer", "offload_param")
-    )
-    return optimizer, parameters
+    return host_memory.device(zero, "offload_optimizer"), host_memory.device(zero, "offload_param")
 
 
-def next_json(current: Path, config: dict[str, Any], short: Memory) -> Path | None:
-    """The file beside `current` that needs less of the memory that is short; None if none does."""
+def next_json(
+    current: Path, config: dict[str, Any], short: Memory, swaps: bool = True
+) -> Path | None:
+    """The file beside `current` that needs less of the memory that is short; None if none does.
+
+    Without `swaps` the optimizer's state cannot be on NVMe.
+    """
     for wanted in _NEXT[short].get(devices(config), []):
+        if wanted[0] == "nvme" and not swaps:
+            continue
         # The plainest of several: its name says only what moves.
         for path in sorted(current.parent.glob("*.json"), key=lambda p: (len(p.name), p.name)):
             if path.resolve() != current.resolve() and devices_of_file(path) == wanted:
@@ -71,39 +72,42 @@ def devices_of_file(path: Path) -> tuple[str, str] | None:
         return None  # somebody's notes
 
 
-def host_bytes(config: dict[str, Any], model: ModelFiles, world_size: int) -> int:
-    """Host memory that the offloaded states of this host's ranks take, page-locked or not."""
-    zero = config["zero_optimization"]
+def host_bytes(
+    config: dict[str, Any], model: ModelFiles, world_size: int, moments: int | None = None
+) -> int:
+    """Host memory that the offloaded states of this host's ranks take, with their buffers.
+
+    `moments` is how many elements each moment of a rank has with APOLLO; None = AdamW.
+    """
     ranks = machine.local_ranks(world_size)
-    share = -(-model.num_parameters // world_size)
-    optimizer, parameters = devices(config)
-    width = 2 if config.get("bf16", {}).get("enabled") else 4
-    needed = 0
-    if optimizer == "cpu":
-        needed += share * OPTIMIZER_BYTES
-    if optimizer == "nvme":
-        section = zero["offload_optimizer"]
-        largest = min(int(zero.get("sub_group_size", _SUB_GROUP)), share)
-        needed += share * GRADIENT_BYTES
-        needed += section.get("buffer_count", BUFFERS_OF_ADAM) * largest * 4
-    if parameters == "cpu":
-        needed += share * width
-    if parameters == "nvme":
-        section = zero["offload_param"]
-        buffers = section.get("buffer_count", _BUFFERS) * section.get("buffer_size", _BUFFER)
-        needed += int(buffers + section.get("max_in_cpu", 0)) * width
-    return math.ceil(needed) * ranks
+    setup = Setup(
+        numels={name: math.prod(shape) for name, (shape, _) in model.tensors.items()},
+        tied=model.tied,
+        world_size=world_size,
+        gpus_per_node=ranks,
+        compute_bytes=2 if config.get("bf16", {}).get("enabled") else 4,
+        reduce_bytes=4,  # of the GPU
+        moments=moments,
+    )
+    needed = host_memory.of_rank(
+        setup.at_precision(config), {**DEFAULTS, **config["zero_optimization"]}
+    )
+    return ranks * (needed.states + needed.buffers)
 
 
 def note_host_memory(
-    current: Path, config: dict[str, Any], model: ModelFiles, world_size: int
+    current: Path,
+    config: dict[str, Any],
+    model: ModelFiles,
+    world_size: int,
+    moments: int | None = None,
 ) -> str:
     """A warning if what this host's ranks offload does not fit into its memory; else empty."""
-    needed = host_bytes(config, model, world_size)
+    needed = host_bytes(config, model, world_size, moments)
     limit, whose = machine.memory_limit()
     if needed <= CAREFUL_SHARE * limit:
         return ""
-    instead = next_json(current, config, "host")
+    instead = next_json(current, config, "host", swaps=moments is None)
     advice = f": use {instead}" if instead else ""
     ranks = machine.local_ranks(world_size)
     return (

@@ -39,8 +39,11 @@ def prove_same_files(out: Path, manifest_sha256: str, starts_from: str) -> None:
     nonce_file = out / ".nonce"
     if dist.get_rank() == 0:
         box = [(uuid.uuid4().hex, manifest_sha256, starts_from)]
-        out.mkdir(parents=True, exist_ok=True)
-        nonce_file.write_text(box[0][0])
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            nonce_file.write_text(box[0][0])
+        except OSError as error:
+            raise PreflightError(f"--out {out} cannot be written: {error}: make room") from None
     dist.broadcast_object_list(box, src=0)
     nonce, expected_data, expected_start = box[0]
     same_data = manifest_sha256 == expected_data
@@ -115,6 +118,8 @@ def prove_gradient_average(ds_config: dict[str, Any]) -> None:
     # A probe of 64 values needs no offload, and would have to build an optimizer for it.
     zero = {k: v for k, v in config["zero_optimization"].items() if not k.startswith("offload_")}
     config["zero_optimization"] = zero
+    if "bf16" in config:  # DeepSpeed takes masters in bfloat16 with its own Adam only
+        config["bf16"] = {"enabled": config["bf16"]["enabled"]}
     for section in ("tensorboard", "csv_monitor", "wandb"):
         config.pop(section, None)
     probe = torch.nn.Linear(8, 8, bias=False)

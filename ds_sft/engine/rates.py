@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_sft.data.geometry import width_times_context
-from ds_sft.engine.memory import GIB, Setup, device
+from ds_sft.engine.host_memory import device
+from ds_sft.engine.memory import DEFAULTS, GIB, Setup
 
 ADAM_BYTES = 32  # of one parameter through memory: master and moments read and written, gradient
 WEIGHT_FETCHES = 3  # of a microbatch: forward, recomputation, backward
@@ -31,6 +32,8 @@ class Rates:
     """Between host and one GPU, one direction."""
     network: float
     """Between ranks, of one rank."""
+    node_network: float
+    """Between ranks of one node, of one rank."""
     host_memory: float
     """Host memory of a node, as CPU Adam reaches it."""
     nvme_read: float
@@ -60,6 +63,7 @@ def assumed(gpu_memory: int, *, several_nodes: bool) -> Rates:
     return Rates(
         gpu_flops=flops, gpu_memory=memory, pcie=12e9, host_memory=40e9, nvme_read=3e9,
         nvme_write=1.5e9, network=min(inside, 12e9) if several_nodes else inside,
+        node_network=inside,
     )  # fmt: skip
 
 
@@ -111,15 +115,13 @@ def micro_flops(
 
 def seconds(setup: Setup, ds_config: Mapping[str, Any], rates: Rates, work: Work) -> Seconds:
     """Estimated time of one optimizer step."""
-    zero = ds_config["zero_optimization"]
+    zero = {**DEFAULTS, **ds_config["zero_optimization"]}
     home, params = device(zero, "offload_optimizer"), device(zero, "offload_param")
     own, here = setup.own, min(setup.gpus_per_node, setup.world_size)
     weights = WEIGHT_FETCHES * setup.compute_bytes * own
-    others = (setup.world_size - 1) / setup.world_size
-    whole = WEIGHT_FETCHES * setup.compute_bytes + setup.reduce_bytes
     streams = {
         "compute": work.micro_flops / rates.gpu_flops,
-        "network": whole * setup.total * others / rates.network,
+        "network": _network(setup, zero["zero_hpz_partition_size"], rates),
         # An offloaded sum of gradients is read, added to on the GPU, and written back.
         "pcie": ((weights if params != "none" else 0) + (8 * own if home != "none" else 0))
         / rates.pcie,
@@ -132,6 +134,22 @@ def seconds(setup: Setup, ds_config: Mapping[str, Any], rates: Rates, work: Work
         exposed=work.microbatches * streams[bound] - compute,
         update=_update(setup, home, params, rates, here),
         bound=bound,
+    )
+
+
+def _network(setup: Setup, group: int, rates: Rates) -> float:
+    """Seconds of one microbatch's gathers and its reduction.
+
+    With hpZ the weights are gathered over all ranks once a step, which many microbatches hide; the
+    other gathers stay in a group of ranks.
+    """
+    gathers, rate, ranks = WEIGHT_FETCHES * setup.compute_bytes, rates.network, setup.world_size
+    if group > 1:
+        ranks = group
+        rate = rates.node_network if group <= setup.gpus_per_node else rates.network
+    return setup.total * (
+        gathers * (ranks - 1) / ranks / rate
+        + setup.reduce_bytes * (setup.world_size - 1) / setup.world_size / rates.network
     )
 
 

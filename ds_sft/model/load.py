@@ -38,8 +38,12 @@ def build_partitioned(
     loss_chunk_size: int,
     choices: LayerChoices,
     device: torch.device,
+    *,
+    random_weights: bool = False,
 ) -> SftModel:
     """The model of `source` with its weights, each rank holding 1 / world_size of every tensor.
+
+    `random_weights` takes none from the files: to see what a model needs, config.json is enough.
 
     Raises ConfigError when the files lack a parameter or hold one that the architecture has not,
     and for a class of which more than decoder layers and a plain head would have to be trained.
@@ -55,6 +59,10 @@ def build_partitioned(
     require_plain_decoder(causal_lm)
     model = arrange(causal_lm, loss_chunk_size, choices, device)
     fetch_once(model)
+    if random_weights:
+        for parameter in model.parameters():
+            fill_part(parameter, _random_part(parameter, config.initializer_range))
+        return model
     with WeightFiles(source) as files:
         files.check_names(model)
         for name, parameter in model.named_parameters():
@@ -63,6 +71,12 @@ def build_partitioned(
             # In the precision of the file: nothing rounds it once more for an export.
             buffer.data = files.whole(name, tuple(buffer.shape)).to(buffer.device)
     return model
+
+
+def _random_part(parameter: Any, deviation: float) -> torch.Tensor:
+    """A rank's part of a new weight; norms, the only vectors beside biases, start at one."""
+    size = parameter.partition_numel()
+    return torch.ones(size) if len(parameter.ds_shape) == 1 else torch.randn(size) * deviation
 
 
 def config_and_class(config: dict[str, Any]) -> tuple[Any, Any]:

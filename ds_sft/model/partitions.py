@@ -17,6 +17,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 
 def fill_part(parameter: Any, values: torch.Tensor) -> None:
     """Set this rank's part of a partitioned parameter to flat `values`, cast to its dtype."""
+    parameter.ds_secondary_tensor = None  # hpZ's copy, made from what was there before
     if parameter.ds_tensor.status is PartitionedParamStatus.AVAILABLE:
         parameter.ds_tensor.data.copy_(values)
         return

@@ -2,8 +2,8 @@
 
 Owns the rule and the arithmetic; the update itself is the engine room's. Only the weight of a
 linear layer with more than `rank` rows and columns is low-rank: embeddings, the head, norms,
-biases, vectors and small matrices take plain AdamW. The engine knows a parameter's kind by the
-class of its module; from a list of names (`kind_of_name`) the same is said before there is a model.
+biases, vectors and small matrices take plain AdamW. Leaves the kinds to `decay`: the engine knows
+them by the classes of the modules, a plan by the names.
 
 Source: APOLLO (arXiv:2412.05270).
 """
@@ -15,11 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_sft.errors import ConfigError
-from ds_sft.recipe.recipe import Recipe
+from ds_sft.recipe.decay import LINEAR, kind_of_name
+from ds_sft.recipe.recipe import WIDTHS, Recipe
 
 Shape = tuple[int, ...]
-LINEAR = "linear"
 LOW_RANK = "low-rank"
+BUCKET = 1 << 24
+"""Elements of projected gradient that are in memory at a time, or one tensor's if that is more:
+64 MiB, a layer of an 8B model at rank 256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,7 @@ class Tensor:
     """A parameter as the rule sees it."""
 
     kind: str
-    """linear, embedding, head, norm, bias, or what else its module is."""
+    """One of `decay.KINDS`."""
     shape: Shape
     """Of the whole parameter."""
 
@@ -44,18 +47,6 @@ def route(tensor: Tensor, rank: int) -> str:
     if len(tensor.shape) != 2:
         return "vector" if len(tensor.shape) < 2 else "tensor of 3 or more dimensions"
     return LOW_RANK if min(tensor.shape) > rank else f"matrix with min(m, n) <= {rank}"
-
-
-def kind_of_name(name: str) -> str:
-    """The kind of parameter `name` (`model.layers.0.mlp.up_proj.weight`) by its name alone."""
-    module = name.rpartition(".")[0].rpartition(".")[2]
-    if name.endswith("bias"):
-        return "bias"
-    if module == "lm_head":
-        return "head"
-    if module.startswith("embed_"):
-        return "embedding"
-    return "norm" if "norm" in module else LINEAR
 
 
 def by_name(shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
@@ -77,6 +68,23 @@ def moment_numel(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> i
         else:
             total += -(-tensor.numel // world_size)
     return total
+
+
+def moments_of(shapes: Mapping[str, Shape], recipe: Recipe, world_size: int) -> int | None:
+    """`moment_numel` of APOLLO for a list of names and shapes; None with AdamW."""
+    if recipe.apollo is None:
+        return None
+    return moment_numel(by_name(shapes), recipe.apollo.rank, world_size)
+
+
+def checkpoint_bytes(shapes: Mapping[str, Shape], recipe: Recipe) -> int:
+    """Of a native checkpoint under ZeRO-3: masters and two moments.
+
+    The weights for computing are not in it, only placeholders, whatever the compute dtype.
+    """
+    total, moments = sum(map(math.prod, shapes.values())), moments_of(shapes, recipe, 1)
+    master, moment = WIDTHS[recipe.master_dtype], WIDTHS[recipe.optimizer_state_dtype]
+    return master * total + 2 * moment * (total if moments is None else moments)
 
 
 def state_bytes(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> int:

@@ -20,6 +20,7 @@ from ds_sft.errors import ConfigError
 
 MAX_STEPS = 100_000_000
 MAX_ERA = 2**40
+WIDTHS = {"bfloat16": 2, "float32": 4}
 LR_SCHEDULES = ("cosine", "linear", "constant", "inv_sqrt", "inv")
 OPTIMIZERS = ("adamw", "apollo", "apollo-mini")
 NO_FP8 = "FP8 (Transformer Engine) is out of scope for now: use bfloat16"
@@ -105,9 +106,14 @@ class Recipe:
     steps_per_hf_export: int = 100
     """A Hugging Face export at every label that is a multiple of this."""
     compute_dtype: str = "bfloat16"
-    """Precision of forward and backward; the masters are always float32."""
+    """Precision of forward and backward."""
     grad_reduce_dtype: str = "float32"
     """Precision in which gradients are summed over ranks."""
+    master_dtype: str = "float32"
+    """Precision of the masters that Adam updates; bfloat16 loses updates below half a step of it,
+    so the curve is not Levanter's."""
+    optimizer_state_dtype: str = "float32"
+    """Precision of Adam's moments; bfloat16 needs --master-dtype bfloat16."""
     order: str = "sequential"
     """Order of the packs: sequential, shuffle (one seeded permutation), levanter-blocks,
     levanter-shuffle or levanter-era (Levanter's mixture with its `shuffle` false, true or a
@@ -144,7 +150,9 @@ class Recipe:
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "use 0 <= x < 1")
         _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use 0 to 1")
-        for name in ("compute_dtype", "grad_reduce_dtype"):
+        for name in (
+            "compute_dtype", "grad_reduce_dtype", "master_dtype", "optimizer_state_dtype",
+        ):  # fmt: skip
             _choice(name, getattr(self, name), ("bfloat16", "float32"))
         for name in ("trainer_seed", "data_seed"):
             _require(
@@ -176,6 +184,16 @@ class Recipe:
                 "compute_dtype=float32 with grad_reduce_dtype=bfloat16 loses what it "
                 "computed: use --grad-reduce-dtype float32"
             )
+        if self.compute_dtype == "float32" and self.master_dtype == "bfloat16":
+            raise ConfigError(
+                "compute_dtype=float32 with master_dtype=bfloat16 computes what the masters cannot "
+                "hold: use --compute-dtype bfloat16"
+            )
+        if self.master_dtype == "float32" and self.optimizer_state_dtype == "bfloat16":
+            raise ConfigError(
+                "optimizer_state_dtype=bfloat16 with master_dtype=float32 is not possible with "
+                "DeepSpeed: add --master-dtype bfloat16"
+            )
         if self.train_batch_size % self.loss_groups:
             low = self.train_batch_size // self.loss_groups * self.loss_groups
             near = [str(n) for n in (low, low + self.loss_groups) if n > 0]
@@ -186,6 +204,11 @@ class Recipe:
 
     def _check_optimizer(self) -> None:
         _choice("optimizer", self.optimizer, OPTIMIZERS)
+        if self.optimizer != "adamw" and self.master_dtype != "float32":
+            raise ConfigError(
+                f"optimizer={self.optimizer} with master_dtype={self.master_dtype} is not "
+                "possible: its arithmetic is float32: use master_dtype=float32 or optimizer=adamw"
+            )
         for name in ("apollo_rank", "apollo_scale", "apollo_update_proj_gap"):
             value = getattr(self, name)
             if value is None:
@@ -220,6 +243,18 @@ class Recipe:
             apollo_scale=settings.scale,
             apollo_update_proj_gap=settings.update_proj_gap,
         )
+
+    @property
+    def departures(self) -> list[str]:
+        """What keeps the curve from being Levanter's, in words."""
+        found = []
+        if self.optimizer != "adamw":
+            found.append(f"the optimizer is {self.optimizer}")
+        if self.master_dtype != "float32":
+            found.append("masters and the gradients that Adam reads are bfloat16")
+        if self.optimizer_state_dtype != "float32":
+            found.append("Adam's moments are bfloat16")
+        return found
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with `changes`, checked again."""

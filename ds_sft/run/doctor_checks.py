@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ds_sft.engine import machine, ops, swap_files
+from ds_sft.engine import host_memory, machine, ops, placement, swap_files
 from ds_sft.errors import ConfigError
 from ds_sft.run import disk
 
@@ -217,12 +217,12 @@ def memory() -> Check:
     """Host memory, as far as the container may use it."""
     limit, whose = machine.memory_limit()
     total = machine.memory_total()
-    parameters = 0.9 * limit / 16e9
+    parameters = placement.CAREFUL_SHARE * limit / host_memory.OFFLOADED_BYTES / 1e9
     of = f" of the host's {total / 1e9:.1f} GB" if whose == "container" else ""
     return Check(
         name="host memory", state="ok",
         detail=f"{limit / 1e9:.1f} GB ({whose}){of}: room for the optimizer of "
-        f"{parameters:.1f} B parameters (16 bytes each, a tenth left)",
+        f"{parameters:.1f} B parameters ({host_memory.OFFLOADED_BYTES} bytes each, a tenth left)",
     )  # fmt: skip
 
 

@@ -40,7 +40,8 @@ class RunLock:
                 self._remove_dead(read(path))
         except OSError as error:
             raise ConfigError(f"--out {path.parent} cannot be written: {error}") from None
-        threading.Thread(target=self._keep_beating, daemon=True).start()
+        self._beating = threading.Thread(target=self._keep_beating, daemon=True)
+        self._beating.start()
 
     def __enter__(self) -> RunLock:
         return self
@@ -48,6 +49,7 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         """Give the directory free; after a kill, the next start finds out by itself."""
         self._ended.set()
+        self._beating.join(timeout=BEAT_SECONDS)  # a beat on its way would write the file again
         if self._is_mine():
             self._path.unlink(missing_ok=True)
 
@@ -77,7 +79,7 @@ class RunLock:
         """Raises ConfigError while a living run holds the lock."""
         if holder is not None and is_alive(holder, self._path):
             raise ConfigError(
-                f"another run of --out {self._path.parent} is alive (host {holder['host']}, "
+                f"another run of --out {self._path.parent} is alive (host {_name(holder)}, "
                 f"process {holder['pid']}): stop it with `touch {self._path.parent}/stop`, or use "
                 "another --out"
             )
@@ -104,7 +106,7 @@ class RunLock:
                 # We were taken for dead, for example while this machine was suspended.
                 print(
                     f"error: {self._path.parent} was taken over by process {holder['pid']} on host "
-                    f"{holder['host']}: this run ends, that one goes on",
+                    f"{_name(holder)}: this run ends, that one goes on",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
                 os._exit(1)
@@ -124,7 +126,8 @@ def read(path: Path) -> dict[str, Any] | None:
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
         found = {name: holder[name] for name in ("host", "pid", "born", "beat")}
-        return found if isinstance(found["pid"], int) else None
+        good = isinstance(found["pid"], int) and isinstance(found["host"], str)
+        return found if good else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -143,8 +146,17 @@ def is_alive(holder: dict[str, Any], path: Path) -> bool:
 
 
 def here() -> str:
-    """This host, and where in it process numbers mean what they say: a container has its own."""
-    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    """This host, and where in it process numbers mean what they say: a container has its own.
+
+    Hosts made from one image may have one name; what tells them apart is their boot.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')} {boot}"
+
+
+def _name(holder: dict[str, Any]) -> str:
+    """The part of `here` that a person knows."""
+    return str(holder["host"]).partition(" ")[0]
 
 
 def born(pid: object) -> int | None:

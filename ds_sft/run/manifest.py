@@ -53,6 +53,8 @@ def write_run_json(
         "git_commit": _git_commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+    if recipe.departures:
+        record["not_levanters_curve"] = recipe.departures
     earlier = before.get("not_for_publishing") if first_step else None
     mark = NOT_FOR_PUBLISHING.get(run.preset) or earlier
     if mark:

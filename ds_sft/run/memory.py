@@ -78,7 +78,8 @@ def what_to_try(plan: Plan, short: str) -> str:
         ways.append(f"--per-device-batch {run.per_device_batch // 2}")
     pinned = "cpu" in placement.devices(plan.ds_config)
     which: placement.Memory = "host" if short == "host" or (short == "cuda" and pinned) else "gpu"
-    following = placement.next_json(run.deepspeed_config, plan.ds_config, which)
+    swaps = plan.recipe.apollo is None
+    following = placement.next_json(run.deepspeed_config, plan.ds_config, which, swaps)
     if following is not None:
         ways.append(f"--deepspeed-config {following}")
     if not ways:
@@ -86,6 +87,9 @@ def what_to_try(plan: Plan, short: str) -> str:
     fit = ["ds-sft", "fit", "--model-id", plan.recipe.model_id]
     fit += ["--max-seq-len", str(plan.data.max_seq_len)]
     fit += ["--world-size", str(plan.batches.world_size)]
+    if plan.recipe.apollo is not None:
+        fit += ["--optimizer", plan.recipe.optimizer]
+        fit += ["--apollo-rank", str(plan.recipe.apollo.rank)]
     return f"{predicted(plan)}try {', then '.join(ways)}; `{shlex.join(fit)}` lists what fits"
 
 

@@ -15,7 +15,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,10 +22,12 @@ import torch.distributed as dist
 from ds_sft.engine.evaluate import EvalResult
 from ds_sft.engine.step import StepResult
 from ds_sft.engine.used_memory import peak_memory_gb
+from ds_sft.errors import SavingFailed
 from ds_sft.flags import RunConfig
 from ds_sft.run import manifest
 from ds_sft.run.atomic import write_file
 from ds_sft.run.layout import RunDir
+from ds_sft.run.rows import open_rows, rows_in
 
 HEARTBEAT_SECONDS = 30.0
 
@@ -47,8 +48,7 @@ class RunLog:
         self.completed = first
         self.wandb: Any = None
         if self.is_main:
-            keep_before(run_dir.metrics, first)
-            self.rows = RowFile(run_dir.metrics)
+            self.rows = open_rows(run_dir.metrics, first)
             self.wandb = start_wandb(run, run_dir) if run.wandb_project else None
             print("First batch loaded, starting first train step", flush=True)
 
@@ -179,7 +179,13 @@ class RunLog:
         """Write the final marker and say so."""
         seconds = self.seconds
         if self.is_main:
-            manifest.write_finished(self.run_dir, self.completed, seconds, self.last_loss)
+            try:
+                manifest.write_finished(self.run_dir, self.completed, seconds, self.last_loss)
+            except OSError as error:
+                raise SavingFailed(
+                    f"all is saved, but {self.run_dir.finished} cannot be written: {error}: make "
+                    "room and start again"
+                ) from None
             print(f"[done] {self.completed} steps in {hms(seconds)}", flush=True)
         self._close()
 
@@ -188,42 +194,6 @@ class RunLog:
             self.rows.close()
         if self.wandb is not None:
             never_stop(self.wandb.finish)
-
-
-class RowFile:
-    """A file of JSON lines that outlives a full disk: rows wait in memory until there is room."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
-        self._waiting = b""
-        self._told = False
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Append a row, with those that could not be written before."""
-        self._waiting += json.dumps(row).encode() + b"\n"
-        if not self._write() and not self._told:
-            self._told = True
-            name = self._file.name
-            print(f"[metrics] {name} cannot be written; its rows wait in memory", flush=True)
-
-    def _write(self) -> bool:
-        end = self._file.seek(0, 2)
-        try:
-            written = self._file.write(self._waiting)
-        except OSError:
-            written = 0
-        if written == len(self._waiting):
-            self._waiting = b""
-            return True
-        self._file.truncate(end)  # no half line
-        return False
-
-    def close(self) -> None:
-        """Close the file, after a last try for rows that wait."""
-        if self._waiting and not self._write():
-            lost = self._waiting.count(b"\n")
-            print(f"[metrics] {lost} rows of {self._file.name} could not be written", flush=True)
-        self._file.close()
 
 
 def start_wandb(run: RunConfig, run_dir: RunDir) -> Any:
@@ -265,27 +235,6 @@ def never_stop(action: Callable[[], Any]) -> Any:
     except Exception as error:
         print(f"[wandb] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return None
-
-
-def keep_before(path: Path, label: int) -> None:
-    """Drop the rows from `label` on, which a resumed run writes again, and a torn last line."""
-    if not path.is_file():
-        return
-    kept = [row for row in rows_in(path) if row["label"] < label]
-    write_file(path, "".join(json.dumps(row) + "\n" for row in kept))
-
-
-def rows_in(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines, without torn ones."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("label"), int):
-            rows.append(row)
-    return rows
 
 
 def finite(value: float) -> float | None:

@@ -66,9 +66,15 @@ class NativeCheckpoint:
     buffers: dict[str, torch.Tensor]
     """Persistent buffers by name (few models have any)."""
     flat_groups: dict[str, list[list[torch.Tensor]]]
-    """By kind (masters, each moment): [rank][group] flat fp32, mapped from the files."""
+    """By kind (masters, each moment): [rank][group] flat, mapped from the files; float32, or
+    bfloat16 with --master-dtype and --optimizer-state-dtype."""
     adam_step: int
     """Updates that the moments have seen."""
+
+    def dtype(self, kind: str) -> torch.dtype:
+        """Precision in which a kind of values is stored; float32 for moments that are not there."""
+        groups = self.flat_groups[kind][0]
+        return groups[0].dtype if groups else torch.float32
 
     @property
     def world_size(self) -> int:
@@ -120,8 +126,9 @@ class NativeCheckpoint:
         flat_groups = {MASTERS: [state["fp32_flat_groups"] for state in states]}
         flat_groups |= {k: [[group[k] for group in groups] for groups in per_rank] for k in kinds}
         extents = {kind: _extents(kind, shapes, members[0], world_size) for kind in flat_groups}
-        steps = {int(group["step"]) for groups in per_rank for group in groups}
+        steps: set[int] = set()
         for rank, file in enumerate(rank_files(path, "optim", world_size)):
+            steps |= {int(group["step"]) for group in per_rank[rank]}
             if not all(0 <= step <= meta["completed"] for step in steps):
                 raise CheckpointError(
                     f"{file} has Adam at step {max(steps)} of {meta['completed']} completed ones: "
@@ -165,7 +172,7 @@ class NativeCheckpoint:
         return out
 
     def pieces(self, name: str, kind: str = MASTERS) -> Iterator[torch.Tensor]:
-        """Yield the fp32 values of one parameter in row-major order, as slices of the files."""
+        """Yield the values of one parameter in row-major order, as slices of the files."""
         extent = self.extents[kind][name]
         left = extent.numel
         for groups in self.flat_groups[kind]:

@@ -54,9 +54,10 @@ def load(engine: Any, native: NativeCheckpoint) -> None:
         if isinstance(optimizer, Apollo):
             optimizer.state[flat] = _apollo_state(optimizer, native, flat)
         else:
-            optimizer.state[flat] = _adam_state(optimizer, native, flat, places)
+            optimizer.state[flat] = _adam_state(engine, native, flat, places)
         # The weights of the forward pass are the masters, rounded and put away as after an update.
         zero._reassign_or_swap_out_partitioned_parameters(index)
+    zero.invalidate_secondary_tensor()  # hpZ's copies, made from other weights
     zero.checkpoint_event_epilogue()
     engine.global_steps = native.meta["completed"]
     # Rank 0 may rename or delete directories next, which another rank may still be opening.
@@ -107,12 +108,13 @@ def _write_rank(
         held = native.extents_for(kind, world_size)
         sizes = {name: held[name].part for name in names if name in held}
         parts = [native.part(name, rank * size, size, kind) for name, size in sizes.items()]
-        return torch.cat(parts) if parts else torch.zeros(0)
+        return (torch.cat(parts) if parts else torch.zeros(0)).to(native.dtype(kind))
 
     zero = optim["optimizer_state_dict"]
     zero["partition_count"] = world_size
     zero["fp32_flat_groups"] = [flat(MASTERS, names) for names in groups]
-    for state, names in zip(zero["optimizer_state_dict"]["state"].values(), groups, strict=True):
+    for index, state in zero["optimizer_state_dict"]["state"].items():  # none before an update
+        names = groups[index]
         state.update({kind: flat(kind, names) for kind in native.flat_groups if kind != MASTERS})
     model["dp_world_size"] = world_size
     for kind, states in (("model", model), ("optim", optim)):
@@ -121,16 +123,17 @@ def _write_rank(
 
 
 def _adam_state(
-    optimizer: Any, native: NativeCheckpoint, flat: torch.Tensor, places: dict[str, Any]
+    engine: Any, native: NativeCheckpoint, flat: torch.Tensor, places: dict[str, Any]
 ) -> dict[str, Any]:
     """Both moments of a sub-group, which lie as its masters do, and the count of updates."""
-    moments = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
+    dtype = torch.bfloat16 if engine.bf16_optimizer_states() else torch.float32
+    moments = {key: torch.zeros_like(flat, dtype=dtype, requires_grad=False) for key in MOMENTS}
     for key, whole in moments.items():
         for name, (offset, size) in places.items():
             start = dist.get_rank() * size
             whole.narrow(0, offset, size).copy_(native.part(name, start, size, key))
     step: int | torch.Tensor = native.adam_step  # each sub-group has its own
-    if isinstance(optimizer, torch.optim.AdamW):
+    if isinstance(engine.optimizer.optimizer, torch.optim.AdamW):
         step = torch.tensor(float(step), device=flat.device)
     return {"step": step, **moments}
 

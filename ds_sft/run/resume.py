@@ -19,6 +19,8 @@ from ds_sft.run.layout import RunDir, checkpoints_in
 from ds_sft.run.marker import read_meta
 from ds_sft.run.seal import check_listed, check_sizes
 
+BROKEN_SUFFIX = ".broken"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
@@ -36,9 +38,9 @@ def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
     """The checkpoint that `--resume` means, and the newer ones that are not whole, with reasons.
 
     The point is None for a fresh start.
-    Raises CheckpointError for a path without a whole checkpoint, or when there are checkpoints and
-    none is whole; ConfigError for `none` on a directory that holds a run, and for a path when that
-    directory holds something newer.
+    Raises CheckpointError for a path without a whole checkpoint, or when there are checkpoints, or
+    were some before they were set aside, and none is whole; ConfigError for `none` on a directory
+    that holds a run, and for a path when that directory holds something newer.
     """
     hashed = run.verify_on_resume == "hash"
     points, broken = _points(run.out, hashed)
@@ -47,6 +49,12 @@ def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
         raise CheckpointError(
             f"{run.out} holds {len(broken)} checkpoints and none is whole "
             f"({next(iter(broken.values()))}): bring one back from a copy, or use another --out"
+        )
+    if run.out is not None and run.resume == "auto" and not points and (aside := _aside(run.out)):
+        # A second start would otherwise begin at step 0, and drop the rows of metrics.jsonl.
+        raise CheckpointError(
+            f"no whole checkpoint is left in {run.out}, only what was set aside ({aside[-1]}): "
+            "bring one back from a copy, or use another --out"
         )
     if run.resume not in ("auto", "none"):
         point = read_point(Path(run.resume), hashed)
@@ -88,6 +96,12 @@ def _points(out: Path | None, hashed: bool) -> tuple[list[ResumePoint], dict[Pat
     return points, broken
 
 
+def _aside(out: Path) -> list[Path]:
+    """What `set_aside` has renamed, by name."""
+    parents = (RunDir(out).checkpoints, RunDir(out).temporary)
+    return sorted(path for p in parents for path in p.glob(f"step-*{BROKEN_SUFFIX}"))
+
+
 def read_point(path: Path, hashed: bool) -> ResumePoint:
     """The checkpoint in `path`. Raises CheckpointError unless it is whole by its marker.
 
@@ -108,8 +122,16 @@ def read_point(path: Path, hashed: bool) -> ResumePoint:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that is not whole, so that nothing takes, counts or prunes it."""
-    aside = path.with_name(f"{path.name}.broken")
-    if aside.exists():
-        shutil.rmtree(aside)
-    return path.rename(aside)
+    """Rename a checkpoint that is not whole, so that nothing takes, counts or prunes it.
+
+    Raises CheckpointError where the directory cannot be changed.
+    """
+    aside = path.with_name(path.name + BROKEN_SUFFIX)
+    try:
+        if aside.exists():
+            shutil.rmtree(aside)
+        return path.rename(aside)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is not whole and cannot be set aside ({error}): move it away"
+        ) from None

@@ -8,6 +8,7 @@ all; a checkpoint whose export is missing is never pruned. Leaves the writing to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -23,19 +24,20 @@ from ds_sft.data.packed import PackedDataset
 from ds_sft.engine.build import say
 from ds_sft.errors import CheckpointError, SavingFailed
 from ds_sft.flags import RunConfig
+from ds_sft.recipe import low_rank
 from ds_sft.recipe.cadence import is_due, labels, timer_fired
 from ds_sft.recipe.recipe import Recipe
-from ds_sft.run import changes, checkpoint, manifest, numerics, reshard, resume
-from ds_sft.run.export import export_live
+from ds_sft.run import changes, checkpoint, manifest, numerics, reshard
+from ds_sft.run.atomic import fsync_path
+from ds_sft.run.export import RankZero, export_live
 from ds_sft.run.health import Health
 from ds_sft.run.hf_format import ExportSource, check_source
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.native import NativeCheckpoint
+from ds_sft.run.proved_point import proved
 from ds_sft.run.resume import ResumePoint
-from ds_sft.run.seal import check_hashes
 
 MAX_FAILURES = 3
-CHECKPOINT_BYTES_PER_PARAMETER = 12  # master and two moments, float32
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PATIENT_TIMEOUT = timedelta(days=2)  # a rank may write that long while the others wait
 
@@ -62,6 +64,7 @@ class Saver:
         self.last_save = time.monotonic()
         self.saved = 0
         self.failures_in_a_row = 0
+        self.export_interrupted = False  # by a wish to stop, on all ranks
         self.seconds_saving = 0.0
         # Gloo, beside the engine's own backend: its barrier waits on the CPU, for days if need be.
         self.patient = dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT)
@@ -81,29 +84,38 @@ class Saver:
         """Wait for all ranks, for as long as it takes one of them to write."""
         dist.barrier(group=self.patient)
 
-    def resume(self, point: ResumePoint | None) -> int:
-        """Load the checkpoint, if there is one; returns the number of completed steps."""
+    def resume(
+        self, point: ResumePoint | None, interrupted: Callable[[], bool] = lambda: False
+    ) -> int:
+        """Load the checkpoint, if there is one; returns the number of completed steps.
+
+        Makes up a missing export of it, unless `interrupted`. Raises CheckpointError when the run
+        directory cannot be prepared for writing.
+        """
         first = 0
-        point = self._whole(point)
+        point = proved(point, self.run, self.engine.device, self._check)
         if point is not None:
             reshard.load(self.engine, NativeCheckpoint.open(point.path))
             first = self.saved = point.completed
             self.health.dropped, self.health.in_a_row = point.meta.get("dropped_updates", (0, 0))
             say(f"[init] resumed from {point.path} at step {first}")
-        if self.is_main:
-            for parent in (self.dir.checkpoints, self.dir.exports):
-                parent.mkdir(parents=True, exist_ok=True)
-            for parent in (self.dir.checkpoints, self.dir.temporary, self.dir.exports):
-                checkpoint.discard_leftovers(parent)
-            self.dir.finished.unlink(missing_ok=True)
-            manifest.write_run_json(
-                self.dir, self.run, self.recipe, self.ds_config, self.data, self.model,
-                self.source.tokenizer_dir, world_size=dist.get_world_size(), first_step=first,
-            )  # fmt: skip
-        self.barrier()
+        what = f"{self.dir.root} cannot be prepared"
+        RankZero(self.barrier, self.engine.device, what).run(lambda: self._prepare(first))
         if first and self._on_rank_zero(lambda: self._export_missing(first - 1)):
-            self.export(first - 1)  # a stop interrupted it, or it failed
+            self.export(first - 1, interrupted)  # a stop interrupted it, or it failed
         return first
+
+    def _prepare(self, first: int) -> None:
+        """Clear away what a killed run left, and record this start; on rank 0."""
+        for parent in (self.dir.checkpoints, self.dir.exports):
+            parent.mkdir(parents=True, exist_ok=True)
+        for parent in (self.dir.checkpoints, self.dir.temporary, self.dir.exports):
+            checkpoint.discard_leftovers(parent)
+        self.dir.finished.unlink(missing_ok=True)
+        manifest.write_run_json(
+            self.dir, self.run, self.recipe, self.ds_config, self.data, self.model,
+            self.source.tokenizer_dir, world_size=dist.get_world_size(), first_step=first,
+        )  # fmt: skip
 
     def _on_rank_zero(self, decide: Callable[[], bool]) -> bool:
         """Rank 0's answer, on every rank."""
@@ -111,60 +123,12 @@ class Saver:
         dist.broadcast_object_list(box, src=0, device=self.engine.device)
         return box[0]
 
-    def _whole(self, point: ResumePoint | None) -> ResumePoint | None:
-        """`point`, or the newest one before it whose files have the hashes of their marker.
-
-        What is not whole is set aside, so that it is neither taken nor counted again.
-        """
-        if self.is_main and self.run.resume == "auto":
-            for path in resume.find(self.run)[1]:
-                resume.set_aside(path)
-        while point is not None and self.run.verify_on_resume == "hash":
-            started = time.monotonic()
-            problem = self._hash_problem(point)
-            if problem is None:
-                say(f"[init] {point.path} is whole ({time.monotonic() - started:.1f} s of hashing)")
-                return point
-            if self.run.resume != "auto":
-                raise CheckpointError(f"{point.path} is not whole: {problem}")
-            point = self._next_point(point, problem)
-        return point
-
-    def _hash_problem(self, point: ResumePoint) -> str | None:
-        """What is wrong with the files of `point`; every rank reads its share of them."""
-        problem = None
-        try:
-            files = point.meta.get("files", {})
-            check_hashes(point.path, files, dist.get_rank(), dist.get_world_size())
-        except CheckpointError as error:
-            problem = str(error)
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        return next((p for p in problems if p), None)
-
-    def _next_point(self, point: ResumePoint, problem: str) -> ResumePoint:
-        """The next older checkpoint on rank 0's disk. Raises CheckpointError when none is left."""
-        box: list[Any] = [None]
-        if self.is_main:
-            aside = resume.set_aside(point.path)
-            print(f"[init] passed over, now {aside}: {problem}", flush=True)
-            try:
-                older, broken = resume.find(self.run)
-                for path, reason in broken.items():
-                    aside = resume.set_aside(path)
-                    print(f"[init] passed over, now {aside}: {reason}", flush=True)
-                box = [older or f"no whole checkpoint is left ({problem})"]
-            except CheckpointError as error:
-                box = [str(error)]
-        dist.broadcast_object_list(box, src=0, device=self.engine.device)
-        if isinstance(box[0], str):
-            raise CheckpointError(f"{box[0]}: bring one back from a copy, or use another --out")
+    def _check(self, point: ResumePoint) -> None:
         changes.check(
-            box[0], self.recipe, world_size=dist.get_world_size(),
+            point, self.recipe, world_size=dist.get_world_size(),
             now=self.fingerprint, model_config=self.model.config,
             allow_change=self.run.allow_change,
         )  # fmt: skip
-        return box[0]
 
     def timer_fired(self) -> bool:
         """Whether a temporary checkpoint is due, by this process' clock."""
@@ -178,11 +142,12 @@ class Saver:
         finite: a checkpoint of them would push out the last good one.
         """
         self.health.require_finite_weights(label)
+        self._keep_rows()
         parent = self.dir.temporary if temporary else self.dir.checkpoints
         final = step_dir(parent, label)
         started = time.monotonic()
         try:
-            needed = self.model.num_parameters * CHECKPOINT_BYTES_PER_PARAMETER
+            needed = low_rank.checkpoint_bytes(self.model.shapes, self.recipe)
             self._require_space(parent, needed)
             size = checkpoint.save(
                 self.engine, final, meta=self._meta(label, temporary=temporary),
@@ -205,6 +170,12 @@ class Saver:
             checkpoint.drop_temporary(self.dir.temporary, label if temporary else None)
             checkpoint.prune(self.dir.checkpoints, self.run.keep_checkpoints, self._export_missing)
         self._account("checkpoint", final, size, started)
+
+    def _keep_rows(self) -> None:
+        """Bring metrics.jsonl to disk: a checkpoint that outlives its rows would leave a hole."""
+        with contextlib.suppress(OSError):
+            if self.is_main and self.dir.metrics.exists():
+                fsync_path(self.dir.metrics)
 
     def _meta(self, label: int, *, temporary: bool) -> dict[str, Any]:
         return {
@@ -284,15 +255,21 @@ class Saver:
         """
         out = step_dir(self.dir.exports, label)
         started = time.monotonic()
+
+        def asked() -> bool:
+            self.export_interrupted = interrupted()
+            return self.export_interrupted
+
         try:
             size = self.model.num_parameters * BYTES[self.run.hf_export_dtype]
             self._require_space(self.dir.exports, size)
             export_live(
                 self.engine, out, dtype=self.run.hf_export_dtype, source=self.source,
-                barrier=self.barrier, interrupted=interrupted,
+                barrier=self.barrier, interrupted=asked,
             )  # fmt: skip
         except CheckpointError as error:
-            say(f"[export] FAILED: {error}; the training goes on")
+            goes_on = "" if self.export_interrupted else "; the training goes on"
+            say(f"[export] FAILED: {error}{goes_on}")
             return
         self._account("export", out, size, started)
 

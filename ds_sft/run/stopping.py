@@ -23,7 +23,7 @@ from ds_sft.run.lock import born
 
 EXIT_CODE = 75
 """Stopped after saving: start it again and it goes on (EX_TEMPFAIL of sysexits.h)."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 REASONS = ("", *(s.name for s in SIGNALS), "the launcher is gone", "the file `stop` appeared")
 
 
@@ -38,8 +38,11 @@ class Stopping:
         # Without a launcher the parent is a shell, whose end (a closed terminal) means nothing.
         self._launched = "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE") is not None
         self._ancestors = ancestors()
+        self._orphan = self._launched and was_adopted(self._ancestors)
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            # Under nohup a closed terminal means nothing; else it would kill this process unsaved.
+            if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):
+                signal.signal(number, self._on_signal)
         self._group: Any = None
 
     def forget_an_old_stop(self) -> None:
@@ -59,7 +62,8 @@ class Stopping:
         self._wished = self._wished or 1 + SIGNALS.index(signal.Signals(number))
 
     def _wish(self, rank: int) -> int:
-        if not self._wished and self._launched and ancestors() != self._ancestors:
+        gone = self._orphan or (self._launched and ancestors() != self._ancestors)
+        if not self._wished and gone:
             self._wished = REASONS.index("the launcher is gone")
         if not self._wished and rank == 0 and self._stop_file.is_file():
             self._wished = REASONS.index("the file `stop` appeared")
@@ -101,6 +105,22 @@ def started(ancestry: tuple[int, int]) -> float:
     ticks = [n for n in map(born, (os.getpid(), *launchers)) if n is not None]
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     return boot + min(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def was_adopted(ancestry: tuple[int, int]) -> bool:
+    """Whether DeepSpeed's launcher ended while this process was still starting.
+
+    Then there is no ancestor to lose; but who led the process group, which is the launcher or the
+    shell script around it, is gone too, and the ancestor that is left is none of DeepSpeed's.
+    """
+    parent, grandparent = ancestry
+    leader = os.getpgid(0)  # 0: it is outside of this container
+    if (not grandparent and parent != 1) or leader == 0 or born(leader) is not None:
+        return False
+    try:
+        return b"deepspeed" not in Path(f"/proc/{grandparent or parent}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def ancestors() -> tuple[int, int]:

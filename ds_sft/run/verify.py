@@ -129,10 +129,14 @@ def verify_native(path: Path) -> list[str]:
         f"files of {world_size} ranks: all there, all readable",
         *_verify_self(path / META_NAME, CheckpointError),
         *_verify_listed(path, META_NAME, files),
-        f"{len(checkpoint.shapes)} parameters, {numel:,} fp32 master values, and their moments: "
-        "complete, finite",
+        f"{len(checkpoint.shapes)} parameters, {numel:,} {_short(checkpoint.dtype(MASTERS))} "
+        "master values, and their moments: complete, finite",
         "config, tokenizer and chat template for exports",
     ]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return "fp32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
 
 
 def _is_finite(piece: torch.Tensor) -> bool:

@@ -50,6 +50,21 @@ def test_float32_compute_has_no_bf16_section() -> None:
     assert "bf16" not in config({}, RECIPE.replace(compute_dtype="float32"))
 
 
+def test_masters_and_moments_in_bfloat16_are_deepspeeds_own() -> None:
+    both = RECIPE.replace(master_dtype="bfloat16", optimizer_state_dtype="bfloat16")
+    assert config({}, both)["bf16"] == {
+        "enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True,
+    }  # fmt: skip
+    assert config({}, both)["data_types"] == {"grad_accum_dtype": "fp32"}
+    masters = RECIPE.replace(master_dtype="bfloat16")
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert config(offload, masters)["bf16"]["bf16_optimizer_states"] is False
+    with pytest.raises(ConfigError, match="needs offload_optimizer: use ds_configs/zero3_offload"):
+        config({}, masters)
+    with pytest.raises(ConfigError, match="optimizer on NVMe is not supported"):
+        config({"zero_optimization": {"offload_optimizer": NVME}}, both)
+
+
 def test_an_empty_file_means_stage_3() -> None:
     assert config({})["zero_optimization"] == {
         "stage": 3, "contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True,
@@ -103,7 +118,13 @@ def test_the_optimizer_follows_the_offload(zero: dict[str, Any], kind: str) -> N
         ({"torch_autocast": {"enabled": True}}, "use --compute-dtype"),
         ({"gradient_predivide_factor": 2.0}, "would not be Levanter's"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "would not be Levanter's"),
-        ({"zero_optimization": {"zenflow": {}}}, "would not be Levanter's"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "would not be Levanter's"),
+        ({"zero_optimization": {"zenflow": {}}}, "changes the numbers (most of an update comes"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"super_offload": True}}},
+            "which no checkpoint holds",
+        ),
+        ({"zero_optimization": {"offload_optimizer": {"cpuadam_cores_perc": 0.5}}}, "OMP_NUM"),
         ({"activation_checkpointing": {}}, "--recompute-every"),
         ({"amp": {"enabled": True}}, "was removed from DeepSpeed"),
         ({"elasticity": {"enabled": True}}, "was removed from DeepSpeed"),
@@ -333,7 +354,10 @@ def test_deepspeed_itself_reads_what_we_make(path: Path, monkeypatch: pytest.Mon
     from deepspeed.runtime.config import DeepSpeedConfig
 
     recipe = RECIPE.replace(max_grad_norm=0.0)
-    made = engine_config(read_json(path), path, recipe, world_size=1, per_device_batch=2)
+    values = read_json(path)
+    if "zero_hpz_partition_size" in values["zero_optimization"]:
+        values["zero_optimization"]["zero_hpz_partition_size"] = 1
+    made = engine_config(values, path, recipe, world_size=1, per_device_batch=2)
     read = DeepSpeedConfig(made)
     assert read.gradient_clipping == 0.0
     assert read.communication_data_type == torch.float32
@@ -362,3 +386,12 @@ def test_the_flag_names_the_place_of_everything_on_nvme_and_of_nothing_else() ->
         engine_config(
             {}, "my.json", RECIPE, world_size=8, per_device_batch=2, nvme_path=Path("/fast")
         )
+
+
+def test_apollo_takes_an_offloaded_state_in_host_memory_and_none_on_nvme() -> None:
+    recipe = RECIPE.replace(optimizer="apollo-mini")
+    made = config({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, recipe)
+    assert made["zero_force_ds_cpu_optimizer"] is False
+    assert "zero_force_ds_cpu_optimizer" not in config({})
+    with pytest.raises(ConfigError, match=r"apollo-mini.*use ds_configs/zero3_offload_optimizer.j"):
+        config({"zero_optimization": {"offload_optimizer": NVME}}, recipe)

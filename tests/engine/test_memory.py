@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import (
     CONTEXT,
     DEFAULTS,
@@ -16,7 +17,6 @@ from ds_sft.engine.memory import (
     Need,
     Setup,
     _reduction,
-    device,
     extrapolated,
     need,
     parked,
@@ -70,6 +70,27 @@ def test_an_offloaded_optimizer_is_20_bytes_a_parameter_of_host_memory() -> None
     assert (found.gpu.gradients, found.gpu.optimizer) == (0, 0)
     assert found.host_buffers == 0
     assert of(CPU, world_size=4).host_states == pytest.approx(20 * TOTAL, rel=1e-5)  # padding
+
+
+@pytest.mark.parametrize(
+    ("bf16", "state", "offloaded"),
+    [
+        ({}, 12, 20),
+        ({"bf16_master_weights_and_grads": True}, 10, 16),  # the gradient that Adam reads too
+        ({"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, 6, 12),
+    ],
+)
+def test_masters_and_moments_in_bfloat16_take_half(
+    bf16: dict[str, bool], state: int, offloaded: int
+) -> None:
+    def needed(zero: dict[str, Any]) -> Need:
+        return need(setup(), {"bf16": bf16, "zero_optimization": {"stage": 3, **zero}}, NOTHING)
+
+    here, there = needed({}), needed(CPU)
+    assert here.gpu.optimizer == state * TOTAL
+    assert here.gpu.gradients == 4 * TOTAL
+    assert here.checkpoint == there.checkpoint == state * TOTAL
+    assert there.host_states == offloaded * TOTAL
 
 
 def test_the_ranks_of_a_node_share_its_memory_and_disk() -> None:
@@ -189,3 +210,15 @@ def test_inputs_in_host_memory_leave_two_on_the_gpu() -> None:
     assert moved.embedding == SOME.embedding
     assert of({}, moved).host_buffers == 36 * 2**21  # pinned: a power of two
     assert parked(SOME, layers=1, size=size).kept == SOME.kept
+
+
+def test_apollos_moments_replace_adams_wherever_they_are() -> None:
+    few = 1_000
+    gpu = of({}, moments=few).gpu
+    assert gpu.optimizer == 4 * TOTAL + 8 * few
+    assert of(CPU, moments=few).host_states == 12 * TOTAL + 8 * few
+    assert of({}, moments=few, world_size=2).checkpoint == 4 * TOTAL + 2 * 8 * few
+    quiet = {"reduce_bucket_size": 1, "sub_group_size": 4_000_000}
+    update = of(quiet, NOTHING, moments=few).gpu
+    assert update.phase == "update"
+    assert update.working == 8 * 10_000_000 + 16 * few  # what is projected comes on top

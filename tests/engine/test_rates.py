@@ -23,9 +23,10 @@ SHAPES = expected_shapes(CONFIG, tied=False)
 NUMELS = {name: math.prod(shape) for name, shape in SHAPES.items()}
 RATES = Rates(
     gpu_flops=1e9, gpu_memory=1e8, pcie=1e7, network=1e7, host_memory=1e7, nvme_read=1e6,
-    nvme_write=1e6,
+    nvme_write=1e6, node_network=1e8,
 )  # fmt: skip
 CPU = {"offload_optimizer": {"device": "cpu"}}
+HPZ = {"zero_hpz_partition_size": 8}
 NVME = {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
 
 
@@ -73,6 +74,13 @@ def test_what_takes_longer_than_computing_is_exposed() -> None:
     assert of(CPU, flops=1.0).bound == "pcie"
 
 
+def test_hpz_gathers_weights_inside_a_node_and_reduces_over_all() -> None:
+    total = sum(NUMELS.values())
+    plain, hpz = (of(zero, flops=0.0, world_size=16) for zero in ({}, HPZ))
+    assert plain.exposed == pytest.approx(4 * total * (6 + 4) * 15 / 16 / 1e7)
+    assert hpz.exposed == pytest.approx(4 * total * (6 * 7 / 8 / 1e8 + 4 * 15 / 16 / 1e7))
+
+
 def test_cpu_adam_is_bound_by_host_memory_and_nvme_by_the_disk() -> None:
     total = sum(NUMELS.values())
     assert of(CPU).update == pytest.approx(32 * total / 1e7 + 6 * total / 1e7)
@@ -80,10 +88,10 @@ def test_cpu_adam_is_bound_by_host_memory_and_nvme_by_the_disk() -> None:
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Rates) if f.name != "measured"])
-@pytest.mark.parametrize("zero", [{}, CPU, NVME])
+@pytest.mark.parametrize("zero", [{}, CPU, NVME, HPZ])
 def test_a_faster_part_never_makes_a_step_slower(name: str, zero: dict) -> None:
     faster = replace(RATES, **{name: 10 * getattr(RATES, name)})
-    for world_size in (1, 2, 16):
+    for world_size in (8, 16) if zero == HPZ else (1, 2, 16):
         assert of(zero, faster, world_size).total <= of(zero, RATES, world_size).total
 
 

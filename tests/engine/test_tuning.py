@@ -11,7 +11,8 @@ from harness import ROOT
 from ds_sft.data.architectures import expected_shapes
 from ds_sft.engine import memory, swap_files
 from ds_sft.engine.config import engine_config, read_json
-from ds_sft.engine.memory import Activations, Setup, device
+from ds_sft.engine.host_memory import device
+from ds_sft.engine.memory import Activations, Setup
 from ds_sft.engine.tuning import tuned
 from ds_sft.recipe.recipe import RECIPES
 
@@ -48,6 +49,8 @@ def test_sizes_follow_the_largest_tensors_and_pass_our_checks(
     totals = []
     for roomy in (True, False):
         value = tuned(read_json(file), sizes, roomy=roomy)
+        if "zero_hpz_partition_size" in value["zero_optimization"]:
+            value["zero_optimization"]["zero_hpz_partition_size"] = world_size
         config = engine_config(value, file, RECIPE, world_size=world_size, per_device_batch=1)
         zero = config["zero_optimization"]
         assert zero["reduce_bucket_size"] >= (first if roomy else max(inside.values()))
@@ -81,6 +84,7 @@ def test_deepspeeds_own_parser_takes_what_is_written_and_has_the_defaults_assume
     for file in FILES:
         for roomy in (True, False):
             value = tuned(read_json(file), setup("8B", 1), roomy=roomy)
+            value["zero_optimization"].pop("zero_hpz_partition_size", None)
             config = engine_config(value, file, RECIPE, world_size=1, per_device_batch=1)
             zero = DeepSpeedConfig(config).zero_config
             assert zero.reduce_bucket_size == value["zero_optimization"]["reduce_bucket_size"]

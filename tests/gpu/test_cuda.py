@@ -269,3 +269,23 @@ def test_training_with_every_saving_of_memory_follows_levanters_curve(
     golden = harness.golden_trajectory("untied")
     losses = [row["loss"] for row in harness.metrics(tmp_path / "run")]
     assert max(abs(a - b["loss"]) for a, b in zip(losses, golden, strict=True)) < 2e-2
+
+
+def test_apollo_on_a_gpu_and_in_host_memory_is_apollo_on_a_cpu(tiny_model, tiny_data, tmp_path):
+    """Projections are made on the CPU; an offloaded state has a group of its own to reduce in."""
+    losses = {}
+    for name, device, config in (
+        ("cpu", "cpu", "zero3"),
+        ("gpu", "cuda", "zero3"),
+        ("offloaded", "cuda", "zero3_offload_optimizer"),
+    ):
+        changes = {
+            "--optimizer": "apollo", "--apollo-rank": 8, "--apollo-update-proj-gap": 5,
+            "--attn-impl": "sdpa", "--deepspeed-config": harness.ROOT / f"ds_configs/{config}.json",
+        }  # fmt: skip
+        words = harness.flags(tiny_model, tiny_data, tmp_path / name, changes)
+        done = harness.launch(1, *words, timeout=400, DS_ACCELERATOR=device)
+        assert done.returncode == 0, done.stdout[-4000:]
+        losses[name] = [row["loss"] for row in harness.metrics(tmp_path / name)]
+    for name in ("gpu", "offloaded"):
+        assert max(abs(a - b) for a, b in zip(losses[name], losses["cpu"], strict=True)) < 1e-3

@@ -86,14 +86,15 @@ def test_a_pack_is_its_documents_one_by_one(family: str, tied: bool) -> None:
             model.lm_head(hidden, batch.positions[i : i + 1], batch.labels[i : i + 1])
             for i in range(len(batch.labels))
         ]
-    torch.testing.assert_close(torch.stack(got), torch.cat(losses), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.stack(got), torch.cat(losses), rtol=1e-5, atol=0)
     loss, gradients = trained(model)
     torch.testing.assert_close(loss, torch.cat(losses).sum(), rtol=1e-6, atol=1e-5)
     assert gradients.keys() == want.keys()
     for name, gradient in gradients.items():
         error = (gradient - want[name]).norm() / want[name].norm()
-        # Plain float32 is up to 1.5e-5 off plain float64 here (gemma4-e).
-        assert error <= 5e-5, (name, error)
+        # From plain float64, plain float32 is up to 2e-5 off here and ours 6e-5 (gemma4-e, with one
+        # thread; 1e-5 with two).
+        assert error <= 2e-4, (name, error)
 
 
 @every_family

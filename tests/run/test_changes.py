@@ -11,7 +11,7 @@ import pytest
 
 import ds_sft
 from ds_sft.errors import ConfigError
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.recipe import RECIPES, Recipe
 from ds_sft.run import changes
 from ds_sft.run.resume import ResumePoint
 
@@ -27,9 +27,11 @@ def point(**meta: object) -> ResumePoint:
     return ResumePoint(path=Path("run/checkpoints/step-9"), completed=10, meta=record)
 
 
-def compare(old: ResumePoint, *allow: str, world_size: int = 2, **now: str) -> list[str]:
+def compare(
+    old: ResumePoint, *allow: str, world_size: int = 2, recipe: Recipe = RECIPE, **now: str
+) -> list[str]:
     return changes.check(
-        old, RECIPE, world_size=world_size, now={**NOW, **now}, model_config=None,
+        old, recipe, world_size=world_size, now={**NOW, **now}, model_config=None,
         allow_change=allow,
     )  # fmt: skip
 
@@ -88,3 +90,43 @@ def test_a_changed_chat_template_is_another_tokenizer(tmp_path: Path) -> None:
     assert changes.tokenizer_version(harness.GOLDEN / "tiny_tokenizer") == before
     (tmp_path / "t/chat_template.jinja").write_text("{{ messages }}")
     assert changes.tokenizer_version(tmp_path / "t") != before
+
+
+APOLLO = RECIPE.replace(optimizer="apollo", apollo_rank=8).resolved()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            RECIPE,
+            APOLLO,
+            "the state of --optimizer adamw, which --optimizer apollo --apollo-rank 8",
+        ),
+        (APOLLO, RECIPE, "of --optimizer apollo --apollo-rank 8, which --optimizer adamw cannot"),
+        (APOLLO, APOLLO.replace(apollo_rank=4), "--apollo-rank 8, which .* --apollo-rank 4 cannot"),
+        (APOLLO, APOLLO.replace(optimizer="apollo-mini"), "which --optimizer apollo-mini"),
+    ],
+)
+def test_another_optimizers_state_is_refused_whatever_is_allowed(
+    old: Recipe, new: Recipe, words: str
+) -> None:
+    before = point(recipe=dataclasses.asdict(old))
+    with pytest.raises(ConfigError, match=words):
+        compare(before, "optimizer", "apollo_rank", "apollo_scale", recipe=new)
+
+
+def test_a_checkpoint_from_before_apollo_is_adamws() -> None:
+    fields = dataclasses.asdict(RECIPE)
+    older = {k: v for k, v in fields.items() if k != "optimizer" and "apollo" not in k}
+    assert compare(point(recipe=older)) == []
+    with pytest.raises(ConfigError, match="holds the state of --optimizer adamw"):
+        compare(point(recipe=older), recipe=APOLLO)
+
+
+def test_apollos_scale_may_change_by_its_name() -> None:
+    before = point(recipe=dataclasses.asdict(APOLLO))
+    other = APOLLO.replace(apollo_scale=2.0)
+    with pytest.raises(ConfigError, match=r"apollo_scale was 1.0 and is 2.0 now"):
+        compare(before, recipe=other)
+    assert "apollo_scale changes" in compare(before, "apollo_scale", recipe=other)[0]

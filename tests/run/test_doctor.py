@@ -268,7 +268,7 @@ def test_the_containers_memory_is_the_one_that_counts(monkeypatch: pytest.Monkey
     monkeypatch.setattr(machine, "memory_total", lambda: 64 * 10**9)
     said = checks.memory().detail
     assert "16.0 GB (container) of the host's 64.0 GB" in said
-    assert "0.9 B parameters" in said
+    assert "0.7 B parameters (20 bytes each" in said
 
 
 def row(state: checks.State, *stops: checks.Kind) -> Check:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +29,15 @@ def write(path: Path, **changes: object) -> None:
         "beat": 1,
     }
     path.write_text(json.dumps({**me, **changes}))
+
+
+def beating(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks at the lock `path` finds another beat each time."""
+    real, holder, beats = lock.read, lock.read(path), itertools.count(2)
+    assert holder is not None
+    monkeypatch.setattr(
+        lock, "read", lambda p: {**holder, "beat": next(beats)} if p == path else real(p)
+    )
 
 
 def test_a_living_holder_is_named_with_the_command_that_stops_it(tmp_path: Path) -> None:
@@ -59,8 +70,7 @@ def test_from_another_host_the_beat_decides(
     monkeypatch.setattr(lock, "WATCH_SECONDS", 2.0)
     path = tmp_path / "lock"
     write(path, host="elsewhere")
-    reads = iter([lock.read(path), {**lock.read(path), "beat": 2}])
-    monkeypatch.setattr(lock, "read", lambda _: next(reads))
+    beating(path, monkeypatch)
     with pytest.raises(ConfigError, match="host elsewhere"):
         RunLock(path)
     monkeypatch.undo()
@@ -135,3 +145,70 @@ def test_a_run_that_was_taken_for_dead_ends_when_it_finds_another_in_its_place(
         time.sleep(0.02)
     assert run.returncode == 1
     assert f"was taken over by process {os.getpid()} on host elsewhere" in run.stderr.read()
+
+
+def test_a_holder_that_ended_and_was_not_yet_buried_is_dead(tmp_path: Path) -> None:
+    """Ranks whose launcher was killed become zombies where nobody waits for them (containers)."""
+    path = tmp_path / "lock"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, path], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        assert lock.born(holder.pid) is not None
+        holder.kill()
+        stat = Path(f"/proc/{holder.pid}/stat")
+        end = time.monotonic() + 10
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        with RunLock(path):
+            assert lock.read(path)["pid"] == os.getpid()
+    finally:
+        holder.wait()
+
+
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@pytest.mark.parametrize(
+    ("here", "elsewhere", "beats"),
+    [("pid:[", "pid:[9", True), ("pid:[", "pid:[9", False), (BOOT, "0" * 36, True)],
+)
+def test_process_numbers_of_another_container_or_boot_mean_nothing_here(
+    here: str, elsewhere: str, beats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same host name, another pid namespace or machine: only the beat says who is alive.
+
+    One holder's number is by chance that of a living process here, the other's that of none.
+    """
+    monkeypatch.setattr(lock, "WATCH_SECONDS", 1.5)
+    path = tmp_path / "lock"
+    host = lock.here().replace(here, elsewhere)
+    assert host != lock.here()
+    write(path, host=host, **({"pid": 999_999_999, "born": 1} if beats else {}))
+    if not beats:
+        with RunLock(path):
+            assert lock.read(path)["host"] == lock.here()
+        return
+    beating(path, monkeypatch)
+    with pytest.raises(ConfigError, match="is alive"):
+        RunLock(path)
+
+
+def test_a_beat_on_its_way_does_not_bring_a_given_back_lock_to_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another host such a lock would be watched before it is found dead."""
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.5)
+    real, beating = lock.write_file, threading.Event()
+
+    def slow(path: Path, text: str) -> None:
+        beating.set()
+        time.sleep(0.1)
+        real(path, text)
+
+    monkeypatch.setattr(lock, "write_file", slow)
+    with RunLock(tmp_path / "lock"):
+        assert beating.wait(10)
+    time.sleep(0.2)
+    assert list(tmp_path.iterdir()) == []

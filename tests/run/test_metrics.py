@@ -12,10 +12,12 @@ import pytest
 
 from ds_sft.engine.evaluate import EvalResult
 from ds_sft.engine.step import StepResult
+from ds_sft.errors import CheckpointError, SavingFailed
 from ds_sft.flags import RunConfig
-from ds_sft.run import metrics
+from ds_sft.run import metrics, rows
 from ds_sft.run.layout import RunDir
-from ds_sft.run.metrics import RunLog, hms, keep_before, never_stop
+from ds_sft.run.metrics import RunLog, hms, never_stop
+from ds_sft.run.rows import keep_before, open_rows
 
 NO_MONITOR: Any = SimpleNamespace(enabled=False)
 
@@ -129,6 +131,33 @@ def test_rows_that_a_resumed_run_writes_again_are_dropped_and_a_torn_one(tmp_pat
     assert [json.loads(line)["label"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
     keep_before(path, 4)
     assert len(path.read_text().splitlines()) == 4
+
+
+def test_rows_that_come_again_are_counted_on_the_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody whose checkpoints are gone sees that the run begins again."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"label": n}) + "\n" for n in range(6)))
+    open_rows(path, 4).close()
+    open_rows(path, 4).close()
+    assert capsys.readouterr().out == f"[init] 2 rows of {path} come again, from step 4\n"
+
+
+@pytest.mark.usefixtures("as_rank")
+def test_a_disk_that_is_full_at_the_start_or_the_end_is_one_line(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    log = RunLog(config(), 2, 0, NO_MONITOR, None)
+    monkeypatch.setattr(metrics.manifest, "write_finished", full)
+    with pytest.raises(SavingFailed, match=r"all is saved, but .*finished cannot be written: .*No"):
+        log.finished()
+    monkeypatch.setattr(rows, "write_file", full)
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl cannot be written: .*No space"):
+        RunLog(config(), 2, 0, NO_MONITOR, None)
 
 
 def test_a_failing_logger_is_a_line_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,5 +97,47 @@ def test_a_launcher_that_is_gone_is_a_wish_but_a_closed_terminal_is_none(
         monkeypatch.setattr(stopping, "ancestors", ancestors)
 
 
+@pytest.mark.usefixtures("rank_0")
+def test_a_closed_terminal_saves_the_run_and_under_nohup_means_nothing(tmp_path: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = Stopping(tmp_path / "stop")
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not stop.agreed()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    stop = Stopping(tmp_path / "stop")
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.agreed()
+    assert stop.reason == "SIGHUP"
+
+
 def test_the_grandparent_counts_only_below_deepspeeds_launcher() -> None:
     assert ancestors() == (os.getppid(), 0)
+
+
+# Stands for `launch.py`: it starts a rank, once its own parent has ended or at once.
+LAUNCHER = """
+import os, subprocess, sys, time  # deepspeed.launcher.launch
+orphan = sys.argv[1] == "orphan"
+while orphan and os.getppid() == int(sys.argv[2]):
+    time.sleep(0.01)
+code = "import sys; from ds_sft.run.stopping import *; print(was_adopted(ancestors()), flush=True)"
+subprocess.run([sys.executable, "-c", code])
+"""
+STARTER = """
+import os, subprocess, sys
+words = [sys.executable, "-c", sys.argv[2], sys.argv[1], str(os.getpid())]
+started = subprocess.Popen(words)
+if sys.argv[1] != "orphan":
+    started.wait()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["orphan", "alive"])
+def test_a_launcher_that_ended_before_its_ranks_could_look_is_gone_too(launcher: str) -> None:
+    """`kill` of `deepspeed` within its first seconds: its ranks would train to the end alone."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", STARTER, launcher, LAUNCHER], stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    output, _ = started.communicate(timeout=60)
+    assert output == f"{launcher == 'orphan'}\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import harness
 import pytest
+from harness import Result, Training, launch_many
 from sshd import FIRST, SECOND, SECOND_NAME, TwoHosts, can_isolate, launcher, two_hosts
 from test_launch_env import NASTY
 
@@ -26,7 +27,7 @@ WORKER_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-STEPS = 3
+STEPS = 6
 
 
 @pytest.fixture
@@ -136,39 +137,41 @@ def test_both_hosts_take_part_in_a_collective(hosts: TwoHosts, tmp_path: Path) -
 
 def train_arguments(model: Path, data: Path, out: Path, **changes: object) -> list[str]:
     """The golden recipe, in fp32, for a few steps, as words for the launcher."""
-    short: dict[str, object] = {"--num-train-steps": STEPS}
+    short = {"--num-train-steps": STEPS, "--hf-export-dtype": "float32"}
     short |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
     return ["--module", "ds_sft.train", *map(str, harness.flags(model, data, out, short))]
 
 
-def losses(out: Path) -> dict[int, float]:
-    """Loss by label, from metrics.jsonl."""
-    return {row["label"]: row["loss"] for row in harness.metrics(out)}
-
-
-def test_two_hosts_reach_the_losses_of_the_local_two_rank_run(
+def test_a_run_that_moves_from_one_host_to_two_and_back_is_the_run_that_stayed(
     hosts: TwoHosts, tmp_path: Path, tiny_model: Path, tiny_data: Path
 ) -> None:
-    local_out, remote_out = tmp_path / "local", tmp_path / "remote"
-    local = start(
-        [
-            *launcher(),
-            *("--num_gpus", "2", "--master_port", str(harness.free_port())),
-            *train_arguments(tiny_model, tiny_data, local_out),
-        ],
-        tmp_path,
-        {**bare_environment(), **WORKER_VARIABLES, "PYTHONPATH": str(ROOT)},
-    )
-    status, output = finish(local)
-    assert status == 0, output[-6000:]
-    remote = start_on_hosts(hosts, tmp_path, train_arguments(tiny_model, tiny_data, remote_out))
-    status, output = finish(remote)
-    assert status == 0, output[-6000:] + hosts.logs()
+    """Two steps on one rank, two on two hosts with a rank each, two on one rank again."""
+    moved, stayed = tmp_path / "moved", tmp_path / "stayed"
 
-    assert (remote_out / "finished").exists()
-    expected = losses(local_out)
-    assert len(expected) == STEPS
-    assert losses(remote_out) == expected
+    def words(out: Path, **changes: object) -> list[str]:
+        return train_arguments(tiny_model, tiny_data, out, **changes)
+
+    def at_home(*runs: list[str]) -> list[Result]:
+        results = launch_many(1, [Training(run[2:]) for run in runs], tmp_path / "work")
+        assert [result.codes for result in results] == [[0]] * len(runs), results[-1].text[-3000:]
+        return results
+
+    at_home(words(stayed), words(moved, stop_after=2))
+    status, output = finish(start_on_hosts(hosts, tmp_path, words(moved, stop_after=4)))
+    assert status == 0, output[-6000:] + hosts.logs()
+    assert f"resumed from {moved}/checkpoints-temp/step-1 at step 2" in output
+    (last,) = at_home(words(moved))
+    assert "step-3 was written by 2 ranks, 1 read it" in last.text
+
+    assert json.loads((moved / "finished").read_text())["completed"] == STEPS
+    got, want = (harness.metrics(out) for out in (moved, stayed))
+    for column in ("label", "lr", "target_tokens", "tokens"):  # the same packs, in order
+        assert [row[column] for row in got] == [row[column] for row in want]
+    apart = [abs(a["loss"] - b["loss"]) for a, b in zip(got, want, strict=True)]
+    assert max(apart) <= 1e-5
+    final, reference = (harness.weights(out / f"hf/step-{STEPS - 1}") for out in (moved, stayed))
+    start_weights = harness.weights(tiny_model)
+    assert harness.relative_update_error(final, reference, start_weights) <= 2e-5
 
 
 def test_a_host_with_another_disk_under_out_is_refused_by_name(

@@ -7,12 +7,15 @@ prints, on rank 0, `NAME: CODE MESSAGE` with the exit code and message of the er
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from transformers import AttentionInterface
@@ -50,6 +53,17 @@ def leaky_attention(
     ), None
 
 
+@contextlib.contextmanager
+def not_finite(weight: torch.nn.Parameter) -> Iterator[None]:
+    """One value is NaN: a damaged file, or a checkpoint of a run that had diverged."""
+    old = 0.0
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        old, weight.data[3, 5] = weight.data[3, 5].item(), math.nan
+    yield
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        weight.data[3, 5] = old
+
+
 def main() -> None:
     run, recipe = parse_train([w for w in sys.argv[1:] if not w.startswith("--local_rank")])
     plan = check(run, recipe, int(os.environ["WORLD_SIZE"]))
@@ -68,6 +82,8 @@ def main() -> None:
 
         engine = build.build_engine(run, recipe, plan.ds_config, plan.model)
         outcome("isolated", lambda: proofs.prove_isolation(engine, plan.data.max_seq_len))
+        with not_finite(engine.module.get_parameter("model.layers.1.mlp.up_proj.weight")):
+            outcome("not finite", lambda: proofs.prove_isolation(engine, plan.data.max_seq_len))
         AttentionInterface.register(attention.NAME, leaky_attention)
         outcome("leaky", lambda: proofs.prove_isolation(engine, plan.data.max_seq_len))
         outcome("counts", lambda: proofs.prove_denominators(engine, plan.data, plan.batches, 3))

@@ -15,6 +15,7 @@ import pytest
 
 sys.path.insert(0, str(harness.ROOT / "scripts"))
 import chaos
+import chaos_phases
 
 
 @pytest.mark.slow
@@ -22,10 +23,10 @@ import chaos
 def test_a_run_killed_ten_times_and_more_is_the_straight_run(tmp_path: Path) -> None:
     fell = chaos.prove(tmp_path, kills=11, steps=42, seed=random.randrange(1 << 30))
     assert fell.total() >= 11
-    assert min(fell[phase] for phase in chaos.REQUIRED) >= chaos.EACH_AT_LEAST
+    assert min(fell[phase] for phase in chaos_phases.REQUIRED) >= chaos.EACH_AT_LEAST
 
 
-def directories(root: Path, *names: str) -> chaos.Seen:
+def directories(root: Path, *names: str) -> chaos_phases.Seen:
     for name in names:
         path = root / name
         if path.suffix == ".json":
@@ -33,31 +34,31 @@ def directories(root: Path, *names: str) -> chaos.Seen:
             path.write_text("{}")
         else:
             path.mkdir(parents=True, exist_ok=True)
-    return chaos.look(root)
+    return chaos_phases.look(root)
 
 
 PHASES = {
-    chaos.STEP: [],
-    chaos.BEFORE: ["checkpoints-temp/step-5.partial"],
-    chaos.MARKER: ["checkpoints/step-5.partial/meta.json"],
-    chaos.EXPORT: ["hf/step-6.partial"],
-    chaos.EXPORTED: ["hf/step-6"],
-    chaos.AFTER: ["checkpoints/step-5"],
+    chaos_phases.STEP: [],
+    chaos_phases.BEFORE: ["checkpoints-temp/step-5.partial"],
+    chaos_phases.MARKER: ["checkpoints/step-5.partial/meta.json"],
+    chaos_phases.EXPORT: ["hf/step-6.partial"],
+    chaos_phases.EXPORTED: ["hf/step-6"],
+    chaos_phases.AFTER: ["checkpoints/step-5"],
 }
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_phase_is_read_from_what_lies_there(phase: str, tmp_path: Path) -> None:
     at_start = directories(tmp_path, "checkpoints-temp/step-4", "hf/step-4")
-    assert chaos.phase_of(at_start, at_start) == chaos.STEP
-    assert chaos.phase_of(directories(tmp_path, *PHASES[phase]), at_start) == phase
+    assert chaos_phases.phase_of(at_start, at_start) == chaos_phases.STEP
+    assert chaos_phases.phase_of(directories(tmp_path, *PHASES[phase]), at_start) == phase
 
 
 def test_a_deletion_that_did_not_end_belongs_to_the_save_before_it(tmp_path: Path) -> None:
     at_start = directories(tmp_path, "checkpoints-temp/step-4")
     (tmp_path / "checkpoints-temp/step-4").rename(tmp_path / "checkpoints-temp/step-4.partial")
     now = directories(tmp_path, "checkpoints-temp/step-5")
-    assert chaos.phase_of(now, at_start) == chaos.AFTER
+    assert chaos_phases.phase_of(now, at_start) == chaos_phases.AFTER
 
 
 def write_rows(out: Path, losses: list[float]) -> None:
@@ -82,7 +83,7 @@ def test_one_other_loss_a_lost_row_and_a_leftover_are_found(tmp_path: Path) -> N
 
 
 def test_every_phase_gets_its_share_of_kills() -> None:
-    fell = Counter(dict.fromkeys(chaos.REQUIRED, 2))
-    fell[chaos.MARKER] = 1
-    assert chaos.next_target(fell, 8, random.Random(0)) == chaos.MARKER
-    assert chaos.next_target(fell, 14, random.Random(0)) == chaos.START
+    fell = Counter(dict.fromkeys(chaos_phases.REQUIRED, 2))
+    fell[chaos_phases.MARKER] = 1
+    assert chaos.next_target(fell, 8, random.Random(0)) == chaos_phases.MARKER
+    assert chaos.next_target(fell, 14, random.Random(0)) == chaos_phases.START

@@ -28,7 +28,7 @@ def plan(**changes: Any) -> Any:
     run = RunConfig(data=Path("d"), **{"deepspeed_config": ZERO3, **changes})
     config = json.loads(run.deepspeed_config.read_text())
     return SimpleNamespace(
-        run=run, ds_config=config, recipe=SimpleNamespace(model_id="Qwen/Qwen3-8B"),
+        run=run, ds_config=config, recipe=SimpleNamespace(model_id="Qwen/Qwen3-8B", apollo=None),
         data=SimpleNamespace(max_seq_len=4096), batches=SimpleNamespace(world_size=2),
     )  # fmt: skip
 

@@ -53,6 +53,7 @@ BROKEN = {
     "two checkpoints": r"rank 1 .* would start from checkpoints/step-1, rank 0 from .*step-0",
     "sum": r"gradients of 1\.\.2 on 2 ranks gave 3\.0000, not their mean 1\.5",
     "leaky": r"documents of a pack are not isolated .* moved the other by [1-9].* --attn-impl sdpa",
+    "not finite": r"hidden states are not finite .* not finite: model\.layers\.1\.mlp\.up_proj",
     "miscounted": r"assistant_counts\.npy says .* run ds-sft verify ",
 }
 

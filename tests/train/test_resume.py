@@ -158,18 +158,19 @@ def newest_label(out: Path) -> int:
 
 
 @pytest.mark.slow
-def test_kill_9_twice_between_steps_is_bit_identical(
+def test_kill_9_twice_between_steps_is_bit_identical_also_where_the_directory_is_moved(
     runs: dict[str, Result], tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "run"
-    words = harness.flags(tiny_model, tiny_data, out, {**for_dtype("bfloat16"), **EVERY_STEP})
-    said = ""
+    out, said = tmp_path / "run", ""
     for moment in ("Progress on:train 4it", "Progress on:train 8it"):
+        words = harness.flags(tiny_model, tiny_data, out, {**for_dtype("bfloat16"), **EVERY_STEP})
         with Running(2, *words) as running:
             running.wait_for(moment)
         assert said in "".join(running.lines)
         assert 1 <= len(labels_in(out / "checkpoints-temp")) <= 2
+        out = out.rename(tmp_path / f"moved-{moment[-3]}")
         said = f"resumed from {out}/checkpoints-temp/step-{newest_label(out)} "
+    words = harness.flags(tiny_model, tiny_data, out, {**for_dtype("bfloat16"), **EVERY_STEP})
     done = harness.launch(2, *words)
     assert done.returncode == 0, done.stdout[-3000:]
     assert said in done.stdout

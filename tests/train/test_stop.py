@@ -128,7 +128,8 @@ def test_a_second_start_is_refused_while_orphans_of_the_first_are_alive(
     tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    words = harness.flags(tiny_model, tiny_data, out, SLOW_STEPS)
+    endless = {**SLOW_STEPS, "--num-train-steps": 500}  # however long the second start takes
+    words = harness.flags(tiny_model, tiny_data, out, endless)
     with Running(2, *words) as run:
         run.wait_for("Progress on:train 1it")
         done = harness.launch(2, *words)
@@ -152,29 +153,46 @@ def test_a_stop_during_start_up_is_not_lost(
     assert harness.metrics(out) == []
 
 
-@pytest.mark.parametrize(
-    ("where", "completed"), [("signal in an export", 3), ("signal in a save", 2)]
-)
+# Where the signal comes, flags beside six steps, completed steps at the stop.
+INSIDE: dict[str, tuple[str, dict[str, int], int]] = {
+    "export": ("signal in an export", {"--steps-per-hf-export": 2}, 3),
+    "last export": ("signal in an export", {"--steps-per-hf-export": 100}, 6),
+    "save": ("signal in a save", {"--steps-per-hf-export": 2, "--steps-per-checkpoint": 1}, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def signalled(
+    tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Result]:
+    """`straight` exports labels 2, 4 and 5; each other run is stopped and started again."""
+    work = tmp_path_factory.mktemp("signalled")
+    runs: dict[str, Training] = {}
+    for name, (where, changes, _) in {"straight": ("", {}, 0), **INSIDE}.items():
+        base = {"--num-train-steps": 6, "--steps-per-hf-export": 2, "--steps-per-checkpoint": 100}
+        words = harness.flags(tiny_model, tiny_data, work / name, {**base, **changes})
+        if where:
+            runs[f"{name} stopped"] = Training(words, {"FAIL_AT": where}, "failing_rank")
+        runs[name] = Training(words)
+    return dict(zip(runs, launch_many(2, list(runs.values()), work), strict=True))
+
+
+@pytest.mark.parametrize("name", INSIDE)
 def test_a_signal_in_an_export_or_a_save_stops_the_run_with_nothing_half(
-    where: str, completed: int, tiny_model: Path, tiny_data: Path, tmp_path: Path
+    name: str, signalled: dict[str, Result]
 ) -> None:
-    """Exports of labels 2, 4 and 5; the stopped run is started again."""
-    every = {"--num-train-steps": 6, "--steps-per-hf-export": 2}
-    every["--steps-per-checkpoint"] = 1 if where.endswith("save") else 100
-    runs = []
-    for name in ("straight", "stopped"):
-        words = harness.flags(tiny_model, tiny_data, tmp_path / name, every)
-        how = ({"FAIL_AT": where}, "failing_rank") if name == "stopped" else ()
-        runs.append(Training(words, *how))
-    again = Training(runs[1].args)
-    straight, stopped, ended = launch_many(2, [*runs, again], tmp_path / "work")
+    where, _, completed = INSIDE[name]
+    straight, stopped, ended = (signalled[n] for n in ("straight", f"{name} stopped", name))
     assert (straight.codes, stopped.codes, ended.codes) == ([0, 0], [75, 75], [0, 0]), stopped.text
     assert f"after {completed} steps: start it again" in stopped.text
+    assert "[done]" not in stopped.text
     assert ("was interrupted: the run stops" in stopped.text) == where.endswith("export")
     assert f"at step {completed}\n" in ended.text
-    for label in (2, 4, 5):
-        name = f"hf/step-{label}/model.safetensors"
-        assert (ended.out / name).read_bytes() == (straight.out / name).read_bytes()
+    exported = labels_in(ended.out / "hf")
+    assert exported == ([5] if name == "last export" else [2, 4, 5])
+    for label in exported:
+        weights = f"hf/step-{label}/model.safetensors"
+        assert (ended.out / weights).read_bytes() == (straight.out / weights).read_bytes()
     for column in ("label", "loss", "grad_norm"):
         assert ended.column(column) == straight.column(column)
     assert not [*ended.out.rglob("*.partial"), *ended.out.rglob("*.replaced")]

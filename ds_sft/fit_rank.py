@@ -1,0 +1,96 @@
+"""One rank of `ds-sft fit --probe`: a few optimizer steps of one candidate, measured.
+
+Owns the run of a candidate. Invariant: every rank leaves a result, also when it runs out of memory
+(but not when the kernel kills it). Writes neither checkpoints nor exports; the gathering of the
+largest weight that an export does is done, since it may be the peak. What is compared is
+`fit_probe`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ds_sft.cli import reporting
+from ds_sft.engine.machine import set_threads
+from ds_sft.train import ending_at_once
+
+LEARNING_RATE = 1e-6
+
+
+def main() -> None:
+    """Run the candidate that the JSON named last on the command line describes."""
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    set_threads()
+    spec = json.loads(Path(sys.argv[-1]).read_text(encoding="utf-8"))
+    with ending_at_once(), reporting(), leaving_a_result(spec["result"]) as result:
+        measure(spec, result)
+
+
+@contextlib.contextmanager
+def leaving_a_result(base: str) -> Iterator[dict[str, Any]]:
+    """A dictionary that is written beside those of the other ranks, whatever happens."""
+    result: dict[str, Any] = {"seconds": [], "peak": 0, "problem": ""}
+    try:
+        yield result
+    except Exception as error:
+        from ds_sft.engine import used_memory
+
+        if used_memory.ran_out(error):
+            result["problem"] = f"out of memory ({used_memory.measured()})"
+        raise
+    finally:
+        path = Path(f"{base}.rank{os.environ['RANK']}.json")
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(result), encoding="utf-8")
+        partial.rename(path)
+
+
+def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
+    """Fill in the seconds of every step and the peak. Raises what a training would."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from ds_sft.data.packed import PackedDataset
+    from ds_sft.engine import build, used_memory
+    from ds_sft.engine.config import engine_config
+    from ds_sft.engine.step import train_step
+    from ds_sft.fit import model_of
+    from ds_sft.flags import RunConfig
+    from ds_sft.recipe.batching import BatchPlan
+    from ds_sft.recipe.recipe import Recipe
+
+    run = RunConfig(data=Path(spec["data"]), **spec["run"])
+    recipe, world_size = Recipe(**spec["recipe"]), int(os.environ["WORLD_SIZE"])
+    nvme_path = None if spec["nvme_path"] is None else Path(spec["nvme_path"])
+    config = engine_config(
+        spec["config"], spec["name"], recipe, world_size=world_size,
+        per_device_batch=run.per_device_batch, nvme_path=nvme_path,
+    )  # fmt: skip
+    data = PackedDataset.open(run.data)
+    batches = BatchPlan(
+        recipe, data.assistant_counts.tolist(), world_size=world_size,
+        per_device_batch=run.per_device_batch, allow_idle=True,
+    )  # fmt: skip
+    with build.distributed(run.collective_timeout_minutes):
+        engine = build.build_engine(
+            run, recipe, config, model_of(spec["model"]), random_weights=spec["random_weights"]
+        )
+        for step in range(spec["steps"]):
+            start = time.perf_counter()
+            train_step(engine, data, batches, step, LEARNING_RATE)
+            get_accelerator().synchronize()
+            result["seconds"].append(time.perf_counter() - start)
+        largest = max(engine.module.parameters(), key=lambda p: p.ds_numel)
+        safe_get_full_fp32_param(largest)
+        result["peak"] = round(used_memory.peak_memory_gb() * 1e9)
+
+
+if __name__ == "__main__":
+    main()

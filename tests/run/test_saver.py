@@ -1,0 +1,118 @@
+"""When a save is tried, and what a failed one changes: the policy without an engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_sft.errors import CheckpointError, SavingFailed
+from ds_sft.flags import RunConfig
+from ds_sft.recipe.recipe import RECIPES
+from ds_sft.run import checkpoint
+from ds_sft.run import saver as module
+from ds_sft.run.layout import RunDir
+from ds_sft.run.saver import Saver
+
+pytestmark = pytest.mark.usefixtures("process_group")
+Usage = namedtuple("Usage", "total used free")
+PARAMETERS = 1000
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that a test moves."""
+    hands = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: hands.now)
+    return hands
+
+
+@pytest.fixture
+def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> Saver:
+    """A saver of nothing: what it decides is its own, what it would write is not there."""
+    made = Saver.__new__(Saver)
+    made.run = RunConfig(data=Path("data"), out=tmp_path / "run", temp_checkpoint_minutes=10)
+    made.dir = RunDir(made.run.run_dir)
+    made.dir.checkpoints.mkdir(parents=True)
+    made.recipe = RECIPES["qwen3-8b"].replace(num_train_steps=100)
+    made.engine = SimpleNamespace(device=torch.device("cpu"))
+    made.health = SimpleNamespace(require_finite_weights=lambda label: None)  # type: ignore[assignment]
+    made.model = SimpleNamespace(shapes={"w": (PARAMETERS,)}, directory=tmp_path)  # type: ignore[assignment]
+    made.source = SimpleNamespace(tokenizer_dir=tmp_path)  # type: ignore[assignment]
+    made.is_main, made.saved, made.failures_in_a_row, made.seconds_saving = True, 0, 0, 0.0
+    made.last_save = clock.now
+    monkeypatch.setattr(Saver, "_meta", lambda self, label, temporary: {})
+    return made
+
+
+def saving(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+    def save(engine: Any, final: Path, **_: Any) -> int:
+        if not works:
+            raise CheckpointError("disk full")
+        final.mkdir(parents=True)
+        return 1
+
+    monkeypatch.setattr(checkpoint, "save", save)
+
+
+def test_after_a_failed_temporary_save_the_next_is_its_whole_time_away(
+    saver: Saver, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every step again, three failures would end a healthy run within three steps."""
+    saving(monkeypatch, works=False)
+    clock.now += 601
+    assert saver.timer_fired()
+    saver.checkpoint(7, temporary=True)
+    assert not saver.timer_fired()
+    clock.now += 599
+    assert not saver.timer_fired()
+    clock.now += 2
+    assert saver.timer_fired()
+    assert saver.saved == 0
+
+
+def test_the_third_failure_in_a_row_ends_the_run_and_a_success_between_starts_anew(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for label, works in ((1, False), (2, False), (3, True), (4, False), (5, False)):
+        saving(monkeypatch, works=works)
+        saver.checkpoint(label, temporary=False)
+    assert saver.saved == 4
+    with pytest.raises(SavingFailed, match=r"3 checkpoints in a row failed, .*disk full"):
+        saver.checkpoint(6, temporary=False)
+
+
+@pytest.mark.parametrize("temporary", [True, False])
+def test_room_is_looked_for_where_a_link_leads(
+    temporary: bool, saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large disks are often linked in: what is free beside the link says nothing."""
+    disk = tmp_path / "large-disk"
+    disk.mkdir()
+    link = saver.dir.temporary if temporary else saver.dir.checkpoints
+    if link.exists():
+        link.rmdir()
+    link.symlink_to(disk)
+    free = {disk: 0, saver.dir.root: 10**15}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free[Path(path).resolve()]))
+    saving(monkeypatch, works=True)
+    saver.checkpoint(7, temporary=temporary)
+    assert saver.failures_in_a_row == 1
+    free[disk] = 12 * PARAMETERS
+    free[saver.dir.root] = 0
+    saver.checkpoint(8, temporary=temporary)
+    assert (saver.failures_in_a_row, saver.saved) == (0, 9)
+
+
+def test_a_temporary_checkpoint_needs_no_directory_before_it(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not saver.dir.temporary.exists()
+    saving(monkeypatch, works=True)
+    saver.checkpoint(7, temporary=True)
+    assert saver.saved == 8
