@@ -36,6 +36,9 @@ TO_BE_CHECKED = (
 _MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")
 # They look at the positions of the whole row, which here runs over several documents.
 _ROPE_OF_THE_ROW = ("dynamic", "longrope")
+_NEEDED = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+)  # fmt: skip
 # Of architectures that nobody tested: what changes logits and is not in our head.
 _UNKNOWN_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "mup_width_multiplier")
 
@@ -74,7 +77,7 @@ def check_architecture(
             f"use {_tested()}"
         )
     if allow_untested:
-        return _refuse_unknown_head(directory, name, config)
+        return _check_untested(directory, name, config)
     near = difflib.get_close_matches(name, TESTED_ARCHITECTURES, n=1)
     raise ConfigError(
         f"{directory}: architecture {name} is not tested: use {near[0] if near else _tested()}, or "
@@ -124,7 +127,13 @@ def _refuse_attention(directory: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_unknown_head(directory: Path, name: str, config: Mapping[str, Any]) -> None:
+def _check_untested(directory: Path, name: str, config: Mapping[str, Any]) -> None:
+    """Refuse what is known to be missing here, and a config.json that says too little."""
+    unsaid = [key for key in _NEEDED if config.get(key) is None]
+    if unsaid:
+        raise ConfigError(
+            f"{directory}/config.json of {name} has no {', '.join(unsaid)}: use {_tested()}"
+        )
     for key in _UNKNOWN_HEADS:
         if config.get(key) not in (None, 1, 1.0):
             raise ConfigError(

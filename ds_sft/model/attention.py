@@ -88,12 +88,17 @@ def register(kernel_name: str) -> None:
         scaling: float,
         dropout: float = 0.0,
         sliding_window: int | None = None,
-        segment_lengths: Sequence[int],
-        cu_seq_lens_q: torch.Tensor,
-        max_length_q: int,
+        segment_lengths: Sequence[int] | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        max_length_q: int | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
         refuse_unknown(module, dropout, rest)
+        if segment_lengths is None or cu_seq_lens_q is None or max_length_q is None:
+            raise ConfigError(
+                f"{type(module).__name__} does not hand on to its attention where documents end: "
+                "use a tested architecture"
+            )
         window = None if (sliding_window or max_length_q) >= max_length_q else sliding_window
         run = kernel if query.shape[-1] <= LARGEST_HEAD else _per_document
         out = run(query, key, value, scaling, window, segment_lengths, cu_seq_lens_q, max_length_q)

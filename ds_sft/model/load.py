@@ -14,6 +14,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -84,9 +85,16 @@ def config_and_class(config: dict[str, Any]) -> tuple[Any, Any]:
     The class is imported here: inside zero.Init an import runs under patched tensor constructors
     and fails.
     """
-    made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    try:
+        made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        model_class = AutoModelForCausalLM._model_mapping[type(made)]
+    except KeyError as error:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no causal language model for the model's "
+            f"config.json ({error}): use a model that it knows, or a newer transformers"
+        ) from None
     made.use_cache = False
-    return made, AutoModelForCausalLM._model_mapping[type(made)]
+    return made, model_class
 
 
 def require_plain_decoder(causal_lm: Any) -> None:

@@ -44,7 +44,13 @@ def tile(mlp: Any, tiles: Tiles, multiply: Multiply | None = None) -> None:
 
     `multiply` replaces act_fn(gate) * up. Raises ConfigError for projections with a bias.
     """
-    projections = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    names = ("gate_proj", "up_proj", "down_proj")
+    if not all(hasattr(mlp, name) for name in (*names, "act_fn")):
+        raise ConfigError(
+            f"--mlp-tiles {tiles}: {type(mlp).__name__} is not made of {', '.join(names)}: use "
+            "--mlp-tiles 0"
+        )
+    projections = [getattr(mlp, name) for name in names]
     if any(projection.bias is not None for projection in projections):
         raise ConfigError(f"--mlp-tiles {tiles}: this model's MLP has a bias: use --mlp-tiles 0")
     for projection in projections:

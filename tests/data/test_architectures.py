@@ -29,6 +29,9 @@ SIZES = {
 }  # fmt: skip
 
 
+OLMO = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", **SIZES}
+
+
 def test_qwen3_8b_has_its_published_size() -> None:
     config = {
         "architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288,
@@ -158,7 +161,9 @@ def test_work_inside_a_window_is_counted_by_hand() -> None:
         ({"architectures": ["LlavaForConditionalGeneration"], "text_config": {}}, "not a text"),
         ({"architectures": ["Qwen2VLForCausalLM"], "text_config": {}}, "not a text model"),
         ({"architectures": ["OddForCausalLM"], "auto_map": {}}, "code from its own repository"),
-        ({"architectures": ["OlmoForCausalLM"], "logit_scale": 0.5}, "logit_scale=0.5"),
+        ({**OLMO, "logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not a text model"),
+        ({**OLMO, "intermediate_size": None, "model_type": None}, "no model_type, intermediate_s"),
         ({"architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "dynamic"}},
          "rope_type dynamic depends on the longest position"),
         ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "longrope"),
@@ -175,7 +180,7 @@ def test_what_cannot_be_trained_rightly_is_refused_whatever_is_allowed(
 
 
 def test_an_untested_architecture_says_what_to_check_and_can_be_allowed() -> None:
-    config = {"architectures": ["Olmo2ForCausalLM"]}
+    config = {**OLMO, "architectures": ["Olmo2ForCausalLM"]}
     with pytest.raises(ConfigError, match=r"Olmo2ForCausalLM is not tested.*packed documents do"):
         check_architecture(Path("m"), config)
     check_architecture(Path("m"), config, allow_untested=True)

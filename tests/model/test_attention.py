@@ -90,6 +90,12 @@ def test_what_no_kernel_does_is_refused_and_never_left_out(asked, message):
     run(*qkv(), LENGTHS, softcap=None, position_ids=torch.zeros(1))
 
 
+def test_a_model_that_does_not_hand_the_documents_on_is_refused():
+    attention.register("sdpa")
+    with pytest.raises(ConfigError, match="does not hand on to its attention where documents end"):
+        AttentionInterface()[attention.NAME](torch.nn.Identity(), *qkv(), None, scaling=1.0)
+
+
 @pytest.mark.parametrize("kernel", ["varlen", "flash_attention_2"])
 def test_a_head_that_a_kernel_cannot_take_goes_to_the_loop(kernel, monkeypatch):
     """Gemma 4's global layers have heads of 512, its others of 256."""

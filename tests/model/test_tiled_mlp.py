@@ -147,3 +147,8 @@ def test_an_mlp_with_a_bias_is_refused() -> None:
     biased.up_proj = torch.nn.Linear(H, I, bias=True)
     with pytest.raises(ConfigError, match="--mlp-tiles 0"):
         tile(biased, 2)
+
+
+def test_an_mlp_of_other_parts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--mlp-tiles 2: Linear is not made of gate_proj, up_pr"):
+        tile(torch.nn.Linear(2, 2), 2)

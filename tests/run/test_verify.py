@@ -115,6 +115,20 @@ def test_weights_without_the_pt_mark_are_refused(export: Path) -> None:
         verify(export)
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_only_a_special_token_may_have_no_row(export: Path, special: bool) -> None:
+    path = export / "tokenizer.json"
+    content = json.loads(path.read_text())
+    last = content["added_tokens"][-1]
+    content["added_tokens"].append({**last, "id": 261, "content": "<image>", "special": special})
+    path.write_text(json.dumps(content))
+    if special:
+        assert verify(export)
+    else:
+        with pytest.raises(CheckpointError, match="has 262 tokens, the model has 261 rows"):
+            verify(export)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
