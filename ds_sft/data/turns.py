@@ -90,6 +90,11 @@ class Turns:
     def warnings(self) -> list[str]:
         return self._probe.warnings
 
+    @property
+    def no_thought(self) -> str:
+        """What the generation prompt ends with when thinking is off, beyond its usual end."""
+        return self._probe.no_thought
+
     def samples(self, row: Conversation) -> list[Sample]:
         """At least one sample, shortest first. Raises Unrenderable."""
         turns = [place for place, turn in enumerate(row.messages) if turn["role"] == "assistant"]
