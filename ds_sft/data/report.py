@@ -180,7 +180,11 @@ def _refuse_all(counts: Counts, inputs: str, template: str) -> None:
     shapes = ""
     if counts.shapes.get(UNKNOWN, 0) + counts.shapes.get(UNREADABLE, 0):
         shapes = f"; shapes seen: {counts.shapes_seen()}; accepted: {', '.join(READERS)}"
-    raise DataError(f"no usable row among {counts.rows} of {inputs}: {'; '.join(why)}{shapes}")
+    too_long = {"overlong", "no_trained_token_after_cut"} & counts.dropped.keys()
+    way_out = "; raise --max-seq-len, or choose another --overlong" if too_long else ""
+    raise DataError(
+        f"no usable row among {counts.rows} of {inputs}: {'; '.join(why)}{way_out}{shapes}"
+    )
 
 
 def print_report(console: Console, counts: Counts, overlong: str, packing: str) -> None:

@@ -193,6 +193,14 @@ def test_raise_names_file_line_and_length(tmp_path: Path) -> None:
         run(tmp_path, [chat("a", "b"), chat("a", "x" * 100)], overlong="raise")
 
 
+@pytest.mark.parametrize("overlong", ["left", "drop"])
+def test_where_everything_is_too_long_the_error_names_the_way_out(
+    tmp_path: Path, overlong: str
+) -> None:
+    with pytest.raises(DataError, match=r"no usable row.*raise --max-seq-len, or choose another"):
+        run(tmp_path, [chat("a" * 100, "b")], overlong=overlong)
+
+
 def test_a_document_whose_answer_is_cut_away_is_dropped_under_its_own_reason(
     tmp_path: Path,
 ) -> None:
