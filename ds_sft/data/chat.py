@@ -72,7 +72,7 @@ class ChatEncoder:
     @property
     def warnings(self) -> list[str]:
         """What a person should know before training with this template, one sentence each."""
-        return [*self._turns.warnings, *self._bos_warnings()]
+        return [*self._turns.warnings, *self._bos_warnings(), *self._thought_warnings()]
 
     def _bos_warnings(self) -> list[str]:
         """Whether a sample begins with the one BOS that the tokenizer puts before plain text."""
@@ -89,6 +89,22 @@ class ChatEncoder:
         return [
             f"chat template {self.template.name} {how} {name}, with which the tokenizer begins a "
             "text: samples are as the template writes them, as at inference"
+        ]
+
+    def _thought_warnings(self) -> list[str]:
+        """Whether an answer without reasoning closes the prompt's think block inside a token."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        [result] = self.encode([Conversation(messages=turns, tools=None)])
+        if not isinstance(result, Rejected) or result.reason != "edge_inside_token":
+            return []
+        way_out = (
+            "--thinking drop-empty trains them as they are asked for with thinking off"
+            if self._turns.no_thought
+            else "train it on answers with reasoning, or choose another --chat-template"
+        )
+        return [
+            f"chat template {self.template.name} begins an answer without reasoning inside a token "
+            f"of its generation prompt: such answers are rejected (edge_inside_token); {way_out}"
         ]
 
     def encode(self, rows: Sequence[Conversation]) -> list[list[Document] | Rejected]:

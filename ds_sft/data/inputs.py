@@ -108,6 +108,11 @@ def _sources(where: str, how: Tables, flag: str) -> Sequence[TextSource | TableS
         return [_file(path, how)]
     if path.is_dir():
         return _directory(path, how, flag)
+    if path.exists():
+        raise DataError(
+            f"{flag} {where} is a pipe or a device, and input may be read twice: write the rows "
+            "to a file first"
+        )
     if any(sign in where for sign in "*?["):
         found = [Path(name) for name in sorted(glob.glob(where, recursive=True))]
         files = [path for path in found if path.is_file()]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tyro
 
-from ds_sft.data.packed import Array, PackedDataset
+from ds_sft.data.packed import MANIFEST, Array, PackedDataset
 from ds_sft.data.tokenizer import load_backend, token_bytes
 from ds_sft.errors import ConfigError, DataError
 
@@ -78,7 +78,13 @@ def run(flags: InspectFlags) -> None:
         for path in draw(data, flags.plot):
             console.print(f"wrote {path}", markup=False)
     elif flags.rejected:
-        show_rejected(console, data)
+        try:
+            show_rejected(console, data)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise DataError(
+                f"{data.path}/{MANIFEST} is not as prepare wrote it, so that its counts cannot be "
+                "told: copy the data set again, or run `ds-sft prepare` again"
+            ) from None
     elif flags.search:
         search(console, data, flags.search, flags.limit)
     elif flags.document is not None:

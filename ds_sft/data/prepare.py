@@ -255,7 +255,7 @@ def _pack(
 
 def _finish(run: _Run, part: _Part, writer: PackedWriter | None, more: dict[str, Any]) -> None:
     """Report, and commit the writer; `more` goes into the manifest."""
-    print_report(run.console, part.counts, run.flags.overlong)
+    print_report(run.console, part.counts, run.flags.overlong, run.flags.packing)
     if run.flags.stats_only:
         print_statistics(run.console, part.counts, part.packing)
     if writer is not None:

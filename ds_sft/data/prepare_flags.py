@@ -111,7 +111,14 @@ class PrepareFlags:
 
     def __post_init__(self) -> None:
         checks = [
-            (len(self.inputs) > 0, "--input names no file: give at least one"),
+            (
+                len(self.inputs) > 0 and () not in self.input,
+                "--input names no file: give at least one",
+            ),
+            (
+                () not in self.validation_input,
+                "--validation-input names no file: give at least one, or leave it out",
+            ),
             (
                 self.out is not None or self.stats_only,
                 "--out is missing: name the directory to write, or add --stats-only",

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LOW_FILL = 0.8
+_FULLER = {
+    "next-fit": "change --max-seq-len or --max-docs-per-pack, or choose --packing best-fit",
+    "best-fit": "change --max-seq-len",
+    "none": "choose --packing next-fit or best-fit, or change --max-seq-len",
+}
+"""What makes packs fuller."""
 ON_PURPOSE = ("over_max_chars", "auxiliary_record")
 """Reasons that are no fault of a row: --max-rejected does not count them."""
 
@@ -174,11 +180,15 @@ def _refuse_all(counts: Counts, inputs: str, template: str) -> None:
     shapes = ""
     if counts.shapes.get(UNKNOWN, 0) + counts.shapes.get(UNREADABLE, 0):
         shapes = f"; shapes seen: {counts.shapes_seen()}; accepted: {', '.join(READERS)}"
-    raise DataError(f"no usable row among {counts.rows} of {inputs}: {'; '.join(why)}{shapes}")
+    too_long = {"overlong", "no_trained_token_after_cut"} & counts.dropped.keys()
+    way_out = "; raise --max-seq-len, or choose another --overlong" if too_long else ""
+    raise DataError(
+        f"no usable row among {counts.rows} of {inputs}: {'; '.join(why)}{way_out}{shapes}"
+    )
 
 
-def print_report(console: Console, counts: Counts, flags_overlong: str) -> None:
-    """The counts, one fact a line."""
+def print_report(console: Console, counts: Counts, overlong: str, packing: str) -> None:
+    """The counts, one fact a line; `overlong` and `packing` are the flags'."""
     say = console.print
     say(
         f"rows         {counts.rows:,} in, {counts.accepted:,} accepted, "
@@ -203,16 +213,15 @@ def print_report(console: Console, counts: Counts, flags_overlong: str) -> None:
     if counts.cut_documents:
         say(
             f"cut          {counts.cut_documents:,} documents longer than {counts.max_seq_len}, "
-            f"losing {counts.tokens_cut:,} tokens (--overlong {flags_overlong})"
+            f"losing {counts.tokens_cut:,} tokens (--overlong {overlong})"
         )
     for reason, tokens in _by_number(counts.dropped):
         say(f"dropped      {tokens:,} tokens ({reason})")
     say(f"packs        {counts.packs:,} of {counts.max_seq_len} tokens, fill {counts.fill:.1%}")
     if counts.fill < LOW_FILL:
         say(
-            f"warning: {1 - counts.fill:.0%} of every step computes padding; change --max-seq-len "
-            f"or --max-docs-per-pack (documents have {counts.tokens / counts.documents:,.0f} "
-            "tokens on average), or choose --packing best-fit"
+            f"warning: {1 - counts.fill:.0%} of every step computes padding (documents have "
+            f"{counts.tokens / counts.documents:,.0f} tokens on average): {_FULLER[packing]}"
         )
 
 

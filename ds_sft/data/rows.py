@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_sft.data.records import Conversation, Reject, Rejected, kind, strict_json
-from ds_sft.data.shapes import recognise, to_conversation
+from ds_sft.data.shapes import UNKNOWN, recognise, to_conversation
 
 MAX_ROW_BYTES = 64 * 2**20
 UNREADABLE = "unreadable"
@@ -58,9 +58,12 @@ def parse_row(row: Raw, reading: Reading = ANY) -> Parsed:
         if row is None:
             raise Reject("line_too_long", f"more than {MAX_ROW_BYTES // 2**20} MiB in one row")
         found = _decode(row) if isinstance(row, bytes) else row
+        keys = list(found)
         if reading.columns:
             found = _renamed(found, reading.columns)
         shape = reading.shape or recognise(found)
+        if shape == UNKNOWN and reading.columns:
+            _refuse_without(reading.columns, keys)
         result = to_conversation(found, shape)
         if reading.max_chars:
             _refuse_long(result, reading.max_chars)
@@ -92,6 +95,16 @@ def _renamed(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
             if column not in columns:
                 found.pop(column, None)
     return found
+
+
+def _refuse_without(columns: Mapping[str, str], keys: list[str]) -> None:
+    """Of a row of no known shape: say which of the columns that flags name it lacks."""
+    lacking = [
+        f"{column} (--{name}-column)" for name, column in columns.items() if column not in keys
+    ]
+    if lacking:
+        own = ", ".join(map(str, keys[:12])) or "none"
+        raise Reject("unknown_shape", f"the row has no {', '.join(lacking)}; its keys are {own}")
 
 
 def _refuse_long(row: Conversation, limit: int) -> None:

@@ -26,6 +26,7 @@ USUAL_RATIO = 4
 """Bytes of text behind a byte of a compressed file, about."""
 _BOM = b"\xef\xbb\xbf"
 _MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _LARGEST_WINDOW = 2**31
 """Of a zstd frame, in bytes: what the format's own tool writes at most, with --long=31."""
 _SPREAD = re.compile(rb"\[\s*\n|\{\s*\n\s*\"")
@@ -88,6 +89,10 @@ class TextSource:
     def _refuse_other_kinds(self, file: io.RawIOBase) -> None:
         start = file.read(4) or b""
         file.seek(0)
+        if start.startswith(_UTF_16):
+            raise DataError(
+                f"{self.name} is UTF-16 by its first bytes: convert it (iconv -f UTF-16 -t UTF-8)"
+            )
         for magic, suffix in _MAGIC.items():
             if start.startswith(magic) and suffix != self.path.suffix.lower():
                 raise DataError(

@@ -246,10 +246,20 @@ def _identity(config: dict[str, Any]) -> str:
 
 
 def load_backend(tokenizer_file: Path) -> Tokenizer:
-    """The tokenizer as the tokenizers library runs it, neither cutting nor padding."""
+    """The tokenizer as the tokenizers library runs it, neither cutting nor padding.
+
+    Raises DataError if the file is not there or not whole.
+    """
     from tokenizers import Tokenizer
 
-    backend = Tokenizer.from_file(str(tokenizer_file))
+    try:
+        backend = Tokenizer.from_file(str(tokenizer_file))
+    # The library knows no other exception.
+    except Exception as error:
+        raise DataError(
+            f"{tokenizer_file} cannot be read ({error}): copy the data set again, or run "
+            "`ds-sft prepare` again"
+        ) from None
     backend.no_truncation()
     backend.no_padding()
     return backend

@@ -90,6 +90,11 @@ class Turns:
     def warnings(self) -> list[str]:
         return self._probe.warnings
 
+    @property
+    def no_thought(self) -> str:
+        """What the generation prompt ends with when thinking is off, beyond its usual end."""
+        return self._probe.no_thought
+
     def samples(self, row: Conversation) -> list[Sample]:
         """At least one sample, shortest first. Raises Unrenderable."""
         turns = [place for place, turn in enumerate(row.messages) if turn["role"] == "assistant"]
@@ -112,17 +117,22 @@ class Turns:
         else:
             samples = self._by_turn(messages, row.tools, trained)
         for place in trained:
-            self._check_written(messages[place], place, samples)
+            self._check_written(messages[place], place, samples, is_last=place == turns[-1])
         return samples
 
-    def _check_written(self, turn: Message, place: int, samples: list[Sample]) -> None:
-        """Refuse a turn of which the template leaves out the calls or the reasoning."""
+    def _check_written(
+        self, turn: Message, place: int, samples: list[Sample], *, is_last: bool
+    ) -> None:
+        """Refuse a turn of which the template leaves out the calls or the reasoning.
+
+        `levanter` trains earlier turns as the whole conversation shows them, without reasoning.
+        """
         calls, limit = len(turn.get("tool_calls", ())), self._probe.max_calls
         if calls and limit is not None and limit < min(calls, 2):
             detail = f"the template writes {limit} of the {calls} calls of message {place}"
             raise Unrenderable("tool_calls_not_written", detail)
         reasoning = turn.get("reasoning_content", "").strip()
-        if reasoning and self.on_rewrite != "levanter":
+        if reasoning and (is_last or self.on_rewrite != "levanter"):
             texts = (sample.text[a:b] for sample in samples for a, b in sample.spans)
             if not any(reasoning in text for text in texts):
                 detail = (

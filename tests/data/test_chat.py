@@ -327,3 +327,26 @@ def test_a_stop_outside_the_marks_is_told() -> None:
         assert ChatEncoder(ChatTemplate(template, {}), BACKEND).warnings == []
     [warning] = ChatEncoder(ChatTemplate(outside, {}, "x.jinja"), BACKEND).warnings
     assert warning.startswith("chat template x.jinja leaves the stop token outside its marks")
+
+
+def test_a_think_block_that_the_prompt_opens_is_told() -> None:
+    backend = Tokenizer.from_str(BACKEND.to_str())
+    backend.add_tokens(["\n\n"])  # as in large vocabularies
+    opened = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}"
+    off = "{%- if enable_thinking is false %}{{- '\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+    chat = (
+        "{%- for turn in messages %}{{- '<|im_start|>' + turn.role + '\\n' }}"
+        "{%- if turn.role == 'assistant' %}"
+        "{{- '<think>\\n' + (turn.reasoning_content or '') + '\\n</think>\\n\\n' }}{%- endif %}"
+        "{{- turn.content + '<|im_end|>\\n' }}{%- endfor %}"
+    )
+    for prompt, way_out in (
+        (opened + off, "--thinking drop-empty trains them"),
+        (opened + "{%- endif %}", "answers with reasoning"),
+    ):
+        template = ChatTemplate(chat + prompt, {}, "x.jinja")
+        [warning] = ChatEncoder(template, backend).warnings
+        assert warning.startswith("chat template x.jinja begins an answer without reasoning inside")
+        assert way_out in warning
+    template = ChatTemplate(chat + opened + off, {}, "x.jinja")
+    assert ChatEncoder(template, backend, thinking="drop-empty").warnings == []

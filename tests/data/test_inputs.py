@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import datasets
@@ -115,6 +116,12 @@ def test_a_packed_data_set_is_no_input(tmp_path: Path) -> None:
     (tmp_path / "pack_offsets.npy").write_bytes(b"")
     with pytest.raises(DataError, match="is a packed data set already"):
         opened(str(tmp_path))
+
+
+def test_a_pipe_is_no_input(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"pipe is a pipe or a device, .*: write the rows to a"):
+        opened(str(tmp_path / "pipe"))
 
 
 def test_a_path_that_cannot_be_looked_at_is_one_line() -> None:

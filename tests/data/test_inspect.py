@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,6 +167,24 @@ def test_rejected_rows_are_listed_by_reason_most_frequent_first(
 def test_a_data_set_that_says_nothing_of_rejected_rows_is_refused(data: Path) -> None:
     with pytest.raises(DataError, match="does not say what was rejected"):
         inspect.run(InspectFlags(data=data, rejected=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "view"),
+    [
+        ("tokenizer/tokenizer.json", "{}", {}),
+        ("tokenizer/tokenizer.json", "", {"search": "x"}),
+        ("manifest.json", '{"max_seq_len": 200, "counts": {}, "rejected": {}}', {"rejected": True}),
+        ("manifest.json", '{"max_seq_len": 200, "counts": 3, "rejected": []}', {"rejected": True}),
+    ],
+)
+def test_a_damaged_file_is_named_in_a_line(
+    chats: Path, name: str, text: str, view: dict[str, Any]
+) -> None:
+    manifest = json.loads((chats / "manifest.json").read_text())
+    (chats / name).write_text(text.replace("200", str(manifest["max_seq_len"])))
+    with pytest.raises(DataError, match=f"{name} .*run `ds-sft prepare` again"):
+        inspect.run(InspectFlags(data=chats, **view))
 
 
 def test_two_views_at_once_are_refused() -> None:

@@ -193,6 +193,14 @@ def test_raise_names_file_line_and_length(tmp_path: Path) -> None:
         run(tmp_path, [chat("a", "b"), chat("a", "x" * 100)], overlong="raise")
 
 
+@pytest.mark.parametrize("overlong", ["left", "drop"])
+def test_where_everything_is_too_long_the_error_names_the_way_out(
+    tmp_path: Path, overlong: str
+) -> None:
+    with pytest.raises(DataError, match=r"no usable row.*raise --max-seq-len, or choose another"):
+        run(tmp_path, [chat("a" * 100, "b")], overlong=overlong)
+
+
 def test_a_document_whose_answer_is_cut_away_is_dropped_under_its_own_reason(
     tmp_path: Path,
 ) -> None:
@@ -210,15 +218,21 @@ def test_max_docs_per_pack_is_obeyed(tmp_path: Path) -> None:
     assert [len(data.doc_lengths(pack)) for pack in range(data.num_packs)] == [2, 2, 1]
 
 
-def test_a_low_fill_is_a_warning_that_names_the_flags(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("packing", "advice"),
+    [
+        ("next-fit", "change --max-seq-len or --max-docs-per-pack, or choose --packing best-fit"),
+        ("best-fit", "change --max-seq-len\n"),
+        ("none", "choose --packing next-fit or best-fit, or change --max-seq-len"),
+    ],
+)
+def test_a_low_fill_is_a_warning_that_names_what_would_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], packing: str, advice: str
 ) -> None:
-    run(tmp_path, [chat("a", "b")], max_seq_len=1000)
+    run(tmp_path, [chat("a", "b")], max_seq_len=1000, packing=packing)
     said = capsys.readouterr().out
     assert "fill 2.3%" in said
-    assert "warning" in said
-    assert "--max-seq-len" in said
-    assert "--max-docs-per-pack" in said
+    assert f"(documents have 23 tokens on average): {advice}" in said
 
 
 def test_a_template_that_does_not_train_the_stop_is_a_warning(

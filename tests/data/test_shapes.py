@@ -275,7 +275,15 @@ def test_columns_may_have_other_names() -> None:
     assert found.tools == [{"name": "f"}]
     swapped = read({"a": "hello", "prompt": "hi"}, columns={"completion": "a"})
     assert swapped.messages == HELLO
-    assert rejected({"messages": HELLO}, columns={"messages": "chat"}) == "unknown_shape"
+
+
+def test_a_row_without_the_named_column_says_so() -> None:
+    row = json.dumps({"messages": HELLO, "prompt": "p"}).encode()
+    found = parse_row(row, Reading(columns={"messages": "chat"})).result
+    assert isinstance(found, Rejected)
+    assert found.reason == "unknown_shape"
+    said = "the row has no chat (--messages-column); its keys are messages, prompt"
+    assert found.detail == said
 
 
 def test_max_chars_counts_what_the_turns_say() -> None:

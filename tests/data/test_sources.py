@@ -150,6 +150,13 @@ def test_a_file_of_another_kind_than_its_name_says_is_named(
         list(TextSource(path))
 
 
+def test_utf_16_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(LINES.decode().encode("utf-16"))
+    with pytest.raises(DataError, match=r"chats\.jsonl is UTF-16 by its first bytes: convert it"):
+        list(TextSource(path))
+
+
 @pytest.mark.parametrize("kind", ["", "gz", "zst"])
 @pytest.mark.parametrize(
     ("name", "value", "advice"),

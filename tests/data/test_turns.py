@@ -311,6 +311,13 @@ def test_a_turn_whose_calls_or_reasoning_are_not_written_rejects_the_row(templat
     assert reason(writes_one, asked) == "tool_calls_not_written"
 
 
+def test_levanter_gives_up_reasoning_of_earlier_turns_and_never_the_last_ones() -> None:
+    assert reason(CHATML, THOUGHTFUL, on_rewrite="levanter") == "reasoning_not_written"
+    earlier = [*THOUGHTFUL[:3], answer("d")]
+    assert len(samples(CHATML, earlier, on_rewrite="levanter")) == 1
+    assert len(samples(read_template("qwen3"), THOUGHTFUL, on_rewrite="levanter")) == 1
+
+
 def test_a_prompt_with_which_no_answer_begins_is_refused_unless_levanter_is_asked_for() -> None:
     prompt = "{{- '<|im_start|>assistant\n' }}"
     opening = REWRITING.replace(prompt, prompt + "thinking: ")
