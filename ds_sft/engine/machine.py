@@ -52,13 +52,17 @@ def set_threads(environ: dict[str, str] | None = None) -> str:
 
     A number that the person or the launcher has set stays. Without one every rank would take all
     cores, and ranks that fight for cores are several times slower (DeepSpeed's launcher sets
-    none; torchrun sets 1, with which CPU Adam crawls). Call it before torch is imported.
+    none; torchrun sets 1, with which CPU Adam crawls). A rank that its launcher has bound to cores
+    of its own (`--bind_cores_to_rank`) takes all of those. Call it before torch is imported.
     """
     env = os.environ if environ is None else environ
     ranks = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or 1)
     have = cores()
-    share = max(1, have // ranks)
-    place = f"{have} cores for {ranks} rank{'s' if ranks > 1 else ''} of this host"
+    if ranks > 1 and _is_bound():
+        share, place = have, f"bound to {have} core{'s' if have > 1 else ''} of its own"
+    else:
+        share = max(1, have // ranks)
+        place = f"{have} cores for {ranks} rank{'s' if ranks > 1 else ''} of this host"
     given = env.get("OMP_NUM_THREADS", "")
     if not given:
         env["OMP_NUM_THREADS"] = str(share)
@@ -69,6 +73,14 @@ def set_threads(environ: dict[str, str] | None = None) -> str:
     if given.isdecimal() and int(given) > share:
         text += f": more than there are, use OMP_NUM_THREADS={share}"
     return text
+
+
+def _is_bound() -> bool:
+    """Whether this process may use fewer cores than the launcher that started it."""
+    try:
+        return len(os.sched_getaffinity(0)) < len(os.sched_getaffinity(os.getppid()))
+    except OSError:  # the launcher is gone, or another user's
+        return False
 
 
 def _threads(number: int | str) -> str:

@@ -111,3 +111,39 @@ def test_ranks_of_this_host_are_the_launchers_or_eight(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert machine.local_ranks(16) == ranks
+
+
+RANKS_OF_4 = {"LOCAL_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "env", "threads", "said"),
+    [
+        (16, {}, "4", "16 cores for 4 ranks"),
+        (4, {}, "4", "bound to 4 cores of its own"),
+        (4, {"OMP_NUM_THREADS": "4"}, "4", "OMP_NUM_THREADS; bound to 4 cores of its own)"),
+        (1, {"OMP_NUM_THREADS": "2"}, "2", "more than there are, use OMP_NUM_THREADS=1"),
+        (4, {"OMP_NUM_THREADS": "1"}, "1", "CPU Adam is faster with OMP_NUM_THREADS=4"),
+    ],
+)
+def test_a_rank_that_the_launcher_bound_takes_its_own_cores(
+    mask: int, env: dict[str, str], threads: str, said: str, host: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def affinity(pid: int) -> set[int]:
+        return set(range(16 if pid else mask))  # the launcher may use all
+
+    monkeypatch.setattr(machine.os, "sched_getaffinity", affinity)
+    environ = {**RANKS_OF_4, **env}
+    assert said in machine.set_threads(environ)
+    assert environ["OMP_NUM_THREADS"] == threads
+
+
+def test_a_launcher_that_is_gone_bound_nobody(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def affinity(pid: int) -> set[int]:
+        if pid:
+            raise ProcessLookupError
+        return set(range(16))
+
+    monkeypatch.setattr(machine.os, "sched_getaffinity", affinity)
+    assert "4 OMP threads a rank (16 cores for 4 ranks" in machine.set_threads(dict(RANKS_OF_4))

@@ -112,3 +112,23 @@ def test_a_patched_model_is_the_plain_one_in_training_and_evaluation(model_type:
         6,
     ]
     assert said["launches tiled"]["_swiglu_forward_kernel"] == 3 * 6
+
+
+@needs_liger
+@pytest.mark.slow
+def test_the_head_is_ligers_fused_cross_entropy_with_masked_tokens_and_a_factor_afterwards() -> (
+    None
+):
+    """Both are held to logits in float64; a fused loss may forget a factor that comes later."""
+    program = PROGRAM.with_name("interpreted_cross_entropy.py")
+    done = subprocess.run(
+        [sys.executable, str(program)], env=harness.cpu_env(TRITON_INTERPRET="1"),
+        cwd=harness.ROOT, text=True, check=False, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said.pop("launches") > 0
+    apart = {name: value for name, value in said.items() if not name.startswith("nothing")}
+    assert len(apart) == 6
+    assert max(apart.values()) <= 1e-6, said
+    assert all(value == 0.0 for name, value in said.items() if name.startswith("nothing"))
