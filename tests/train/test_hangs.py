@@ -7,6 +7,7 @@ sleeps inside a step, its heartbeat alive.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import harness
@@ -53,7 +54,8 @@ def test_a_step_that_takes_too_long_shows_every_stack_and_ends_the_run(
     assert run.codes == [1, 1], run.text[-3000:]
     for rank in (0, 1):
         assert f"error: rank {rank} on host " in run.text
-    assert run.text.count("leaves: step 3 has taken 0.2 minutes, more than 0.2") == 2
+    said = re.findall(r"leaves: step 3 has taken 0\.\d minutes, more than 0\.2 ", run.text)
+    assert len(said) == 2
     assert run.text.count("Current thread") + run.text.count("Thread 0x") >= 4
     assert "failing_rank.py" in run.text  # where rank 1 sleeps
     assert "in train_step" in run.text  # where rank 0 waits for it
