@@ -125,11 +125,13 @@ def _gemma4_layers(config: Mapping[str, Any]) -> Iterator[Layer]:
     overrides = config.get("per_layer_config")
     if overrides is None:
         overrides = {str(i): _global_sizes(config) for i, kind in enumerate(types) if kind == FULL}
-    if not isinstance(overrides, dict) or not all(isinstance(v, dict) for v in overrides.values()):
+    if not isinstance(overrides, dict) or not all(
+        str(index).isdecimal() and isinstance(sizes, dict) for index, sizes in overrides.items()
+    ):
         raise ConfigError(f"config.json: per_layer_config is {overrides!r}, not sizes by layer")
-    by_layer = {str(index): sizes for index, sizes in overrides.items()}  # text in a file
+    by_layer = {int(index): sizes for index, sizes in overrides.items()}  # "04" in a file
     for index, kind in enumerate(types):
-        own = {**config, **by_layer.get(str(index), {})}
+        own = {**config, **by_layer.get(index, {})}
         shares = index >= first_shared
         wide = 2 if shares and config.get("use_double_wide_mlp") else 1
         yield Layer(
