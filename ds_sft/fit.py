@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_sft.data.architectures import check_architecture, expected_shapes
-from ds_sft.data.model_files import ModelFiles, cached_revision, find_model, read_config
+from ds_sft.data.model_files import (
+    ModelFiles,
+    cached_revision,
+    find_model,
+    of_config,
+    read_config,
+)
 from ds_sft.engine import memory
 from ds_sft.engine.config import read_json
 from ds_sft.engine.host_memory import device
@@ -191,15 +197,11 @@ def model_of(model_id: str) -> ModelFiles:
 
 def without_weights(directory: Path) -> ModelFiles:
     """A model of which only config.json is there. Raises ConfigError."""
-    try:
-        config, _ = read_config(directory)
-        tied = bool(config.get("tie_word_embeddings", False))
+    config, _ = read_config(directory)
+    tied = bool(config.get("tie_word_embeddings", False))
+    with of_config(directory):
         check_architecture(directory, config)
         shapes = expected_shapes(config, tied)
-    except KeyError as error:
-        raise ConfigError(f"{directory}/config.json has no {error}: copy the model again") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{directory}/config.json cannot be read: {error}") from None
     tensors = {name: (shape, "BF16") for name, shape in shapes.items()}
     return ModelFiles(directory=directory, config=config, tensors=tensors, tied=tied)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_sft.data.geometry import FULL, SLIDING, Layer, layers
+from ds_sft.data.geometry import FULL, SLIDING, Layer, layers, size
 from ds_sft.errors import ConfigError
 
 TESTED_ARCHITECTURES = (
@@ -114,10 +114,11 @@ def _refuse_attention(directory: Path, config: Mapping[str, Any]) -> None:
             f"{directory}: use_bidirectional_attention lets a token see the ones after it, which "
             "is no language model: use a causal one"
         )
-    kinds = set(config.get("layer_types") or ()) - {FULL, SLIDING}
+    given = config.get("layer_types")
+    kinds = {str(kind) for kind in given} - {FULL, SLIDING} if isinstance(given, list) else set()
     if kinds:
         raise ConfigError(
-            f"{directory}: its layers have {', '.join(sorted(map(str, kinds)))}, which the "
+            f"{directory}: its layers have {', '.join(sorted(kinds))}, which the "
             "attention kernels here do not know: use another model"
         )
     if config.get("attn_logit_softcapping"):
@@ -134,6 +135,7 @@ def _check_untested(directory: Path, name: str, config: Mapping[str, Any]) -> No
         raise ConfigError(
             f"{directory}/config.json of {name} has no {', '.join(unsaid)}: use {_tested()}"
         )
+    layers(config)
     for key in _UNKNOWN_HEADS:
         if config.get(key) not in (None, 1, 1.0):
             raise ConfigError(
@@ -157,7 +159,7 @@ def expected_shapes(config: dict[str, Any], tied: bool) -> dict[str, tuple[int, 
 
     Linear weights are [out, in].
     """
-    hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])
+    hidden, vocab = size(config, "hidden_size"), size(config, "vocab_size")
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
@@ -166,8 +168,8 @@ def expected_shapes(config: dict[str, Any], tied: bool) -> dict[str, tuple[int, 
         shapes["lm_head.weight"] = (vocab, hidden)
     per_layer = _per_layer_input(config)
     if per_layer:
-        total = int(config["num_hidden_layers"]) * per_layer
-        rows = int(config["vocab_size_per_layer_input"])
+        total = size(config, "num_hidden_layers") * per_layer
+        rows = size(config, "vocab_size_per_layer_input")
         shapes["model.embed_tokens_per_layer.weight"] = (rows, total)
         shapes["model.per_layer_model_projection.weight"] = (total, hidden)
         shapes["model.per_layer_projection_norm.weight"] = (per_layer,)
@@ -179,7 +181,7 @@ def expected_shapes(config: dict[str, Any], tied: bool) -> dict[str, tuple[int, 
 
 def _layer_shapes(config: Mapping[str, Any], layer: Layer) -> dict[str, tuple[int, ...]]:
     """Shapes of one layer, without its prefix."""
-    name, hidden = architecture(config), int(config["hidden_size"])
+    name, hidden = architecture(config), size(config, "hidden_size")
     linear = {
         "self_attn.q_proj": (layer.heads * layer.head, hidden),
         "self_attn.o_proj": (hidden, layer.heads * layer.head),
@@ -222,14 +224,17 @@ def _per_layer_input(config: Mapping[str, Any]) -> int:
     """Width of Gemma 4's embeddings for each layer; 0 where there are none."""
     if architecture(config) != "Gemma4ForCausalLM":
         return 0
-    return int(config.get("hidden_size_per_layer_input") or 0)
+    given = config.get("hidden_size_per_layer_input")
+    return 0 if given in (None, 0) else size(config, "hidden_size_per_layer_input")
 
 
 def expected_buffers(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shape of every buffer that is stored with the weights and not trained."""
     if not architecture(config).startswith("Gemma4"):
         return {}
-    return {f"model.layers.{i}.layer_scalar": (1,) for i in range(int(config["num_hidden_layers"]))}
+    return {
+        f"model.layers.{i}.layer_scalar": (1,) for i in range(size(config, "num_hidden_layers"))
+    }
 
 
 def unused_tensors(config: Mapping[str, Any]) -> set[str]:

@@ -21,7 +21,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 LARGEST_HEAD = 256
 """Size of a head that flash-attn and torch's varlen kernel still take."""
 _PATTERN = 6  # Gemma: every sixth layer is a full one where nothing else is said
-_LARGEST_GLOBAL_HEAD = 512  # of Gemma 4 where nothing else is said
+_GLOBAL_HEAD = 512  # of Gemma 4 where nothing else is said
+_TOO_LARGE, _MOST_LAYERS = 1 << 31, 10_000
 
 _GEMMA = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8,
@@ -69,18 +70,29 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS.get(str(config.get("model_type")), {}), **config}
 
 
+def size(config: Mapping[str, Any], key: str, least: int = 1) -> int:
+    """A whole number of config.json. Raises KeyError when it is not said, ConfigError otherwise."""
+    value = config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _TOO_LARGE:
+        raise ConfigError(f"config.json: {key} is {value!r}, not a number from {least} up")
+    return value
+
+
 def layers(config: Mapping[str, Any]) -> list[Layer]:
-    """The layers of a completed config.json, in order. Raises KeyError for what is not said."""
+    """The layers of a completed config.json, in order.
+
+    Raises KeyError for what is not said and ConfigError for what cannot be.
+    """
     if str(config.get("model_type")).startswith("gemma4"):
         return list(_gemma4_layers(config))
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     return [
         Layer(
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head=int(config.get("head_dim") or hidden // heads),
-            inner=int(config["intermediate_size"]),
-            window=int(config["sliding_window"]) if kind == SLIDING else None,
+            kv_heads=_size_or(config, "num_key_value_heads", heads),
+            head=_size_or(config, "head_dim", hidden // heads),
+            inner=size(config, "intermediate_size"),
+            window=size(config, "sliding_window") if kind == SLIDING else None,
         )
         for kind in layer_types(config)
     ]
@@ -88,38 +100,46 @@ def layers(config: Mapping[str, Any]) -> list[Layer]:
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
     """Kind of attention of each layer, as transformers decides it."""
-    given, count = config.get("layer_types"), int(config["num_hidden_layers"])
+    given, count = config.get("layer_types"), size(config, "num_hidden_layers")
+    if count > _MOST_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers is {count}, above {_MOST_LAYERS}")
+    if given is not None and not isinstance(given, list):
+        raise ConfigError(f"config.json: layer_types is {given!r}, not a list")
     if given:
         return [str(given[i]) if i < len(given) else FULL for i in range(count)]
     model_type = str(config.get("model_type"))
     if model_type.startswith("gemma"):
-        pattern = int(config.get("sliding_window_pattern") or _PATTERN)
+        pattern = _size_or(config, "sliding_window_pattern", _PATTERN)
         if model_type.startswith("gemma4"):
             pattern = _PATTERN
         return [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(count)]
     if not (config.get("use_sliding_window") and config.get("sliding_window")):
         return [FULL] * count
-    return [SLIDING if i >= int(config["max_window_layers"]) else FULL for i in range(count)]
+    return [SLIDING if i >= size(config, "max_window_layers", 0) else FULL for i in range(count)]
 
 
 def _gemma4_layers(config: Mapping[str, Any]) -> Iterator[Layer]:
     types = layer_types(config)
     types[-1] = FULL
-    first_shared = len(types) - int(config.get("num_kv_shared_layers") or 0)
+    first_shared = len(types) - _size_or(config, "num_kv_shared_layers", 0)
     overrides = config.get("per_layer_config")
     if overrides is None:
-        overrides = {i: _global_sizes(config) for i, kind in enumerate(types) if kind == FULL}
-    overrides = {int(index): sizes for index, sizes in overrides.items()}
+        overrides = {str(i): _global_sizes(config) for i, kind in enumerate(types) if kind == FULL}
+    if not isinstance(overrides, dict) or not all(
+        str(index).isdecimal() and isinstance(sizes, dict) for index, sizes in overrides.items()
+    ):
+        raise ConfigError(f"config.json: per_layer_config is {overrides!r}, not sizes by layer")
+    by_layer = {int(index): sizes for index, sizes in overrides.items()}  # "04" in a file
     for index, kind in enumerate(types):
-        own = overrides.get(index, {})
+        own = {**config, **by_layer.get(index, {})}
         shares = index >= first_shared
         wide = 2 if shares and config.get("use_double_wide_mlp") else 1
         yield Layer(
-            heads=int(config["num_attention_heads"]),
-            kv_heads=int(own.get("num_key_value_heads", config["num_key_value_heads"])),
-            head=int(own.get("head_dim", config["head_dim"])),
-            inner=wide * int(config["intermediate_size"]),
-            window=int(config["sliding_window"]) if kind == SLIDING else None,
+            heads=size(config, "num_attention_heads"),
+            kv_heads=size(own, "num_key_value_heads"),
+            head=size(own, "head_dim"),
+            inner=wide * size(config, "intermediate_size"),
+            window=size(config, "sliding_window") if kind == SLIDING else None,
             shares_kv=shares,
             values_are_keys=kind == FULL and bool(config.get("attention_k_eq_v")),
         )
@@ -127,11 +147,15 @@ def _gemma4_layers(config: Mapping[str, Any]) -> Iterator[Layer]:
 
 def _global_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     """What a full layer of Gemma 4 has of its own."""
-    sizes = {"head_dim": int(config.get("global_head_dim") or _LARGEST_GLOBAL_HEAD)}
-    kv_heads = config.get("num_global_key_value_heads")
-    if config.get("attention_k_eq_v") and kv_heads is not None:
-        sizes["num_key_value_heads"] = int(kv_heads)
+    sizes = {"head_dim": _size_or(config, "global_head_dim", _GLOBAL_HEAD)}
+    if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
+        sizes["num_key_value_heads"] = size(config, "num_global_key_value_heads")
     return sizes
+
+
+def _size_or(config: Mapping[str, Any], key: str, other: int) -> int:
+    """A whole number of config.json, or `other` where it says nothing, null or 0."""
+    return size(config, key) if config.get(key) not in (None, 0) else other
 
 
 def head_sizes(config: Mapping[str, Any]) -> list[int]:

@@ -7,10 +7,12 @@ which tensors there must be to `architectures`, downloading and loading to the m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,7 +172,8 @@ def read_config(directory: Path) -> tuple[dict[str, Any], str]:
 def read_model(directory: Path, allow_untested: bool = False) -> ModelFiles:
     """The model in `directory`. Raises ConfigError."""
     config, note = read_config(directory)
-    check_architecture(directory, config, allow_untested)
+    with of_config(directory):
+        check_architecture(directory, config, allow_untested)
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError(f"{directory}/config.json: vocab_size is {vocab_size!r}, not a size")
@@ -286,6 +289,19 @@ def _read_object(path: Path, advice: str) -> dict[str, Any]:
     return value
 
 
+@contextlib.contextmanager
+def of_config(directory: Path) -> Iterator[None]:
+    """Name the config.json of which something is missing or cannot be. Raises ConfigError."""
+    try:
+        yield
+    except KeyError as error:
+        raise ConfigError(f"{directory}/config.json has no {error}: copy the model again") from None
+    except ConfigError as error:
+        if str(error).startswith("config.json: "):
+            raise ConfigError(f"{directory}/{error}: copy the model again") from None
+        raise
+
+
 def _checked_tensors(
     directory: Path,
     config: dict[str, Any],
@@ -293,11 +309,9 @@ def _checked_tensors(
     tied: bool,
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """The trained tensors. Refuses files that are not the model of their config.json."""
-    try:
+    with of_config(directory):
         trained, buffers = expected_shapes(config, tied), expected_buffers(config)
         unused = unused_tensors(config)
-    except KeyError as error:
-        raise ConfigError(f"{directory}/config.json has no {error}: copy the model again") from None
     expected = trained | buffers
     missing = sorted(expected.keys() - tensors.keys())
     extra = sorted(tensors.keys() - expected.keys() - unused)

@@ -196,3 +196,36 @@ def test_the_text_part_of_a_multimodal_model_is_a_model_of_its_own() -> None:
         **text, "architectures": ["Gemma4ForCausalLM"], "tie_word_embeddings": True
     }  # fmt: skip
     assert text_part({"architectures": ["Qwen3ForCausalLM"]}) is None
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-window", "llama3", "gemma3", "gemma4-e"])
+def test_garbage_in_a_config_is_an_error_of_ours(family: str) -> None:
+    good = {**families.config_of(family).to_dict(), "architectures": [families.FAMILIES[family][1]]}
+    garbage = (
+        None,
+        "x",
+        -1,
+        0,
+        [],
+        {},
+        [None],
+        {"a": 1},
+        1e400,
+        True,
+        ["x"] * 4,
+        {"1": 3},
+        1 << 40,
+    )
+    refused = 0
+    for key in [*good, "global_head_dim", "num_global_key_value_heads", "rope_scaling"]:
+        for value in garbage:
+            config = {**good, key: value}
+            try:
+                check_architecture(Path("m"), config, allow_untested=True)
+                expected_shapes(config, tied=True)
+                expected_buffers(config)
+                unused_tensors(config)
+                head_sizes(config)
+            except (ConfigError, KeyError):
+                refused += 1
+    assert refused > 50
