@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ds_sft.data import hub
-from ds_sft.data.model_files import hub_cache
+from ds_sft.data.model_files import hub_home
 from ds_sft.data.sources import TextSource
 from ds_sft.data.tables import DatasetSource, ParquetSource, TableSource
 from ds_sft.errors import ConfigError, DataError
@@ -131,12 +131,7 @@ def _sources(where: str, how: Tables, flag: str) -> Sequence[TextSource | TableS
 def _refuse_unknown(name: str, flag: str) -> None:
     """Raises DataError for what is no path here, and no data set on the Hub or in a cache."""
     answer = hub.ask("dataset", name)
-    prepared = os.environ.get("HF_DATASETS_CACHE") or hub_cache().parent / "datasets"
-    cached = [
-        hub_cache() / f"datasets--{name.replace('/', '--')}",
-        Path(prepared) / name.replace("/", "___"),
-    ]
-    if answer.state == "there" or any(path.is_dir() for path in cached):
+    if answer.state == "there" or _is_cached(name):
         return
     why = (
         "the Hub has no such data set: check the name (a private one needs a login)"
@@ -145,6 +140,17 @@ def _refuse_unknown(name: str, flag: str) -> None:
         "check the path, or fetch the data set first"
     )
     raise DataError(f"{flag} {name} is no file or directory here, and {why}{_near(Path(name))}")
+
+
+def _is_cached(name: str) -> bool:
+    """Whether the datasets library has prepared it before; it spells names its own way there."""
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or hub_home() / "datasets").expanduser()
+    spelt = _bare(name.replace("/", ""))
+    return cache.is_dir() and any(_bare(entry.name) == spelt for entry in cache.iterdir())
+
+
+def _bare(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def _near(path: Path) -> str:

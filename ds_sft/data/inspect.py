@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tyro
 
+from ds_sft.data.console import open_console
 from ds_sft.data.packed import MANIFEST, Array, PackedDataset
 from ds_sft.data.tokenizer import load_backend, token_bytes
 from ds_sft.errors import ConfigError, DataError
@@ -68,10 +69,8 @@ class InspectFlags:
 
 def run(flags: InspectFlags) -> None:
     """The command. Raises DataError for unusable data, ConfigError for a number out of range."""
-    from rich.console import Console
-
     data = PackedDataset.open(flags.data)
-    console = Console(highlight=False, soft_wrap=True, emoji=False)
+    console = open_console(needs_reader=True)
     if flags.plot is not None:
         from ds_sft.data.plots import draw
 

@@ -147,10 +147,15 @@ def hub_cache() -> Path:
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
             return Path(os.environ[name]).expanduser()
+    return hub_home() / "hub"
+
+
+def hub_home() -> Path:
+    """Where the Hub's libraries keep their caches."""
     home = os.environ.get("HF_HOME")
     if not home:
         home = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(home).expanduser() / "hub"
+    return Path(home).expanduser()
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_sft.data.chat import ChatEncoder
+from ds_sft.data.console import open_console
 from ds_sft.data.draws import Draw, Take, must_count, plan
 from ds_sft.data.duplicates import Duplicates
 from ds_sft.data.inputs import Tables, open_inputs, refuse_unused
@@ -121,9 +122,7 @@ def _prepare(flags: PrepareFlags, writer: PackedWriter | None, work: Path) -> No
 
 def _start(flags: PrepareFlags, tokenizer_dir: Path) -> _Run:
     """Load and store the tokenizer, and say what the template will not do."""
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True, emoji=False)
+    console = open_console(needs_reader=False)
     for line in describe(flags.preset, flags.preset_origins):
         console.print(line, markup=False)
     tokenizer = load_tokenizer(flags.tokenizer)

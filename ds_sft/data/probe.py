@@ -37,6 +37,8 @@ class Probe:
     nothing of users and tools."""
     max_calls: int | None
     """Tool calls that it writes of one turn, 2 for any number; None: it says so itself."""
+    writes_reasoning: bool
+    """Whether it writes the reasoning of an answer that ends a text."""
     warnings: list[str]
     """What a person should know of this template, one sentence each."""
 
@@ -73,6 +75,7 @@ class Probe:
         self.marks_are_answers &= not self._marks_others()
         self.last_only = self._ending_of_the_last(chat, text, len(before) + 1)
         self.max_calls = self._calls_written()
+        self.writes_reasoning = self._reasoning_written()
 
     def _look_for_ends(self, asked: str, prompt: str) -> None:
         if prompt == asked or not self.stop.strip():
@@ -171,6 +174,16 @@ class Probe:
         except Unrenderable:
             return ""
         return off.removeprefix(prompt) if off.startswith(prompt) else ""
+
+    def _reasoning_written(self) -> bool:
+        fields = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), PLACEHOLDER)
+        try:
+            text = self._template.render(
+                [_USER, {"role": "assistant", "content": "!", **fields}], None
+            )
+        except Unrenderable:
+            return False
+        return PLACEHOLDER in text
 
     def _calls_written(self) -> int | None:
         for number in (2, 1):

@@ -58,13 +58,11 @@ def parse_row(row: Raw, reading: Reading = ANY) -> Parsed:
         if row is None:
             raise Reject("line_too_long", f"more than {MAX_ROW_BYTES // 2**20} MiB in one row")
         found = _decode(row) if isinstance(row, bytes) else row
-        keys = list(found)
-        if reading.columns:
-            found = _renamed(found, reading.columns)
-        shape = reading.shape or recognise(found)
+        named = _renamed(found, reading.columns) if reading.columns else found
+        shape = reading.shape or recognise(named)
         if shape == UNKNOWN and reading.columns:
-            _refuse_without(reading.columns, keys)
-        result = to_conversation(found, shape)
+            _refuse_without(reading.columns, list(found))
+        result = to_conversation(named, shape)
         if reading.max_chars:
             _refuse_long(result, reading.max_chars)
         return Parsed(shape, result)

@@ -117,7 +117,8 @@ class Turns:
         else:
             samples = self._by_turn(messages, row.tools, trained)
         for place in trained:
-            self._check_written(messages[place], place, samples, is_last=place == turns[-1])
+            is_last = place == len(messages) - 1
+            self._check_written(messages[place], place, samples, is_last=is_last)
         return samples
 
     def _check_written(
@@ -125,14 +126,15 @@ class Turns:
     ) -> None:
         """Refuse a turn of which the template leaves out the calls or the reasoning.
 
-        `levanter` trains earlier turns as the whole conversation shows them, without reasoning.
+        `levanter` trains what the template makes of the reasoning, unless it never writes any.
         """
         calls, limit = len(turn.get("tool_calls", ())), self._probe.max_calls
         if calls and limit is not None and limit < min(calls, 2):
             detail = f"the template writes {limit} of the {calls} calls of message {place}"
             raise Unrenderable("tool_calls_not_written", detail)
         reasoning = turn.get("reasoning_content", "").strip()
-        if reasoning and (is_last or self.on_rewrite != "levanter"):
+        never = is_last and not self._probe.writes_reasoning
+        if reasoning and (never or self.on_rewrite != "levanter"):
             texts = (sample.text[a:b] for sample in samples for a, b in sample.spans)
             if not any(reasoning in text for text in texts):
                 detail = (

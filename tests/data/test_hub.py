@@ -109,3 +109,16 @@ def test_a_mistyped_input_is_refused_with_both_readings_and_a_near_name(
     with pytest.raises(DataError, match=r"--input a/b .*, and .*") as refused:
         open_inputs(["a/b"], Tables())
     assert "did you mean" not in str(refused.value)
+
+
+def test_a_cached_data_set_is_left_to_the_library_without_a_network(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "ask", lambda *_: UNREACHABLE)
+    # As the library names the directory of Org/MyChats.
+    Path("datasets/Org___my_chats").mkdir(parents=True)
+    monkeypatch.setattr("ds_sft.data.inputs.DatasetSource", lambda name, *_: name)
+    [found] = open_inputs(["Org/MyChats"], Tables())
+    assert list(found.sources) == ["Org/MyChats"]
+    with pytest.raises(DataError, match="it is in no cache"):
+        open_inputs(["Org/Others"], Tables())
