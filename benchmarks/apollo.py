@@ -7,7 +7,8 @@
 launcher (one rank, float32, all else equal) and prints the held-out loss of a trained token as
 training's own evaluation says it. `--rates` gives learning rates in the order of the optimizers.
 The default gives APOLLO on SmolLM2-135M (hidden size 576) updates of about AdamW's size: at rank
-256 its own are smaller by the root of 256 / 576. `memory` counts bytes from the parameter lists of Qwen3; nothing is measured on a GPU.
+256 its own are smaller by the root of 256 / 576. `memory` counts bytes from the parameter lists of
+Qwen3; nothing is measured on a GPU.
 """
 
 from __future__ import annotations
