@@ -5,10 +5,10 @@
 
 `compare` packs both files with `ds-sft prepare`, trains once with each optimizer through the real
 launcher (one rank, float32, all else equal) and prints the held-out loss of a trained token as
-training's own evaluation says it. `--rates` gives learning rates in the order of the optimizers;
-the default lets the updates of all three begin with about the same norm on SmolLM2-135M (hidden
-size 576): APOLLO's are smaller than AdamW's by the root of rank / 576, APOLLO-mini's by the root of
-scale / 576. `memory` counts bytes from the parameter lists of Qwen3; nothing is measured on a GPU.
+training's own evaluation says it. `--rates` gives learning rates in the order of the optimizers.
+The default gives APOLLO on SmolLM2-135M (hidden size 576) updates of about AdamW's size: at rank
+256 its own are smaller by the root of 256 / 576. `memory` counts bytes from the parameter lists of
+Qwen3; nothing is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def main() -> None:
     compare.add_argument("--train", type=Path, required=True)
     compare.add_argument("--held-out", type=Path, required=True)
     compare.add_argument("--work", type=Path, default=Path("/tmp/ds-sft-apollo"))
-    compare.add_argument("--steps", type=int, default=60)
+    compare.add_argument("--steps", type=int, default=40)
     compare.add_argument("--every", type=int, default=20, help="steps between evaluations")
     compare.add_argument("--length", type=int, default=256)
     compare.add_argument("--batch", type=int, default=4)
-    compare.add_argument("--rates", type=float, nargs=3, default=[1e-4, 1.5e-4, 2e-4])
+    compare.add_argument("--rates", type=float, nargs=3, default=[1e-4, 1.5e-4, 1e-4])
     compare.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     if args.command == "memory":
