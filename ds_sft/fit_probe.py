@@ -71,6 +71,18 @@ def probe(
         )
     weights = "random weights" if without_weights(question) else "the model's weights"
     _say(f"up to {len(chosen)} candidates, {question.flags.probe} steps each, {weights}")
+    try:
+        return _probe(question, chosen, machine)
+    except OSError as error:
+        raise ConfigError(
+            f"--probe cannot write its files ({error}): make room, or name another place with "
+            "TMPDIR or --nvme-path"
+        ) from None
+
+
+def _probe(
+    question: Question, chosen: list[tuple[Row, dict[str, Any]]], machine: Machine
+) -> list[Probed]:
     results = []
     with ending_in_order(), tempfile.TemporaryDirectory(prefix="ds-sft-probe-") as work:
         write_data(question, Path(work) / "data")

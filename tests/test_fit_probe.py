@@ -179,6 +179,17 @@ def test_a_probe_that_cannot_be_made_ends_in_one_line(
     assert message in said
 
 
+def test_a_full_disk_is_one_line(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(question: Question, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(fit_probe, "write_data", full)
+    with pytest.raises(ConfigError, match=r"cannot write its files .*No space left.*TMPDIR"):
+        fit_probe.probe(question_of(tiny_model), {"zero3": read_json(SHIPPED / "zero3.json")},
+                        MACHINE, RATES)  # fmt: skip
+
+
 def test_more_ranks_than_this_machine_has_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
