@@ -1,6 +1,6 @@
 """A real model on a host that is too small for it: SmolLM2-135M with its state on a disk.
 
-    python benchmarks/small_host.py --model smollm2-135m --nvme-path DIR [--limit-gb 2.4]
+    python benchmarks/small_host.py --model smollm2-135m --nvme-path DIR [--limit-gb 3.6]
 
 Three trainings on one CPU rank: `zero3.json` without a limit; the same within --limit-gb of memory,
 which must run out; and `zero3_offload_nvme.json` (optimizer and weights in swap files) within it.
@@ -36,8 +36,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="made by scripts/save_smollm2.py")
     parser.add_argument("--nvme-path", type=Path, required=True)
-    parser.add_argument("--limit-gb", type=float, default=2.4, help="1e9 bytes")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--limit-gb", type=float, default=3.6, help="1e9 bytes")
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tolerance", type=float, default=1e-5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="small-host-") as folder:

@@ -26,7 +26,12 @@ from ds_sft.errors import ConfigError
 from ds_sft.model import attention
 from ds_sft.model.kinds import parameter_kinds
 from ds_sft.model.layers import LayerChoices
-from ds_sft.model.partitions import fetch_once, fill_part, resident_sub_groups
+from ds_sft.model.partitions import (
+    fetch_once,
+    fill_part,
+    keep_out_of_buffers,
+    resident_sub_groups,
+)
 from ds_sft.model.sft import SftModel, arrange
 from ds_sft.recipe.decay import kind_decays
 
@@ -59,6 +64,7 @@ def build_partitioned(
     require_plain_decoder(causal_lm)
     model = arrange(causal_lm, loss_chunk_size, choices, device)
     fetch_once(model)
+    keep_out_of_buffers(model)
     if random_weights:
         for parameter in model.parameters():
             fill_part(parameter, _random_part(parameter, config.initializer_range))

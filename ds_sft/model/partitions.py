@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
 
@@ -41,6 +43,27 @@ def fetch_once(model: torch.nn.Module) -> None:
         return swap_in(list({param.ds_id: param for param in params}.values()), *args, **kwargs)
 
     swapper.swap_in = swap_in_each_once
+
+
+def keep_out_of_buffers(model: torch.nn.Module) -> None:
+    """Let what is swapped in on a CPU be a copy of its buffer, where one rank holds everything.
+
+    There a gathered weight is no copy but the buffer itself, which is filled with the next weight
+    while autograd still needs this one: gradients come out wrong in silence (measured with 0.19.8).
+    Other ranks' parts and a GPU's memory make copies of their own.
+    """
+    swapper = next(model.parameters()).nvme_swapper  # type: ignore[attr-defined]
+    if swapper is None or dist.get_world_size() > 1 or get_accelerator().device_name() != "cpu":
+        return
+    synchronize_reads = swapper.synchronize_reads
+
+    def synchronize_and_copy() -> None:
+        arriving = list(swapper.inflight_params)
+        synchronize_reads()
+        for param in arriving:
+            param.ds_tensor.data = param.ds_tensor.data.clone()
+
+    swapper.synchronize_reads = synchronize_and_copy
 
 
 def resident_sub_groups(zero: Any) -> Iterator[tuple[int, torch.Tensor]]:

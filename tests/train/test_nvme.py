@@ -218,3 +218,41 @@ def test_a_killed_run_leaves_files_that_the_next_start_removes_and_resumes_witho
     assert list(swap.iterdir()) == []
     straight = runs["nvme"].out
     same_state(*(NativeCheckpoint.open(d / "checkpoints/step-2") for d in (out, straight)))
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 whose MLPs are swapped as well: 8,192 x 64 values, 1 MiB of a rank of two."""
+    import torch
+    from safetensors.torch import save_file
+
+    from ds_sft.data.architectures import expected_shapes
+
+    path = harness.copy_tiny_model(tmp_path_factory.mktemp("deep") / "model")
+    config = {**json.loads((path / "config.json").read_text()), "intermediate_size": 8192}
+    (path / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    shapes = expected_shapes(config, tied=False)
+    tensors = {n: torch.randn(s) * 0.05 + (len(s) == 1) for n, s in shapes.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_of_layers_in_swap_files_have_the_gradients_of_weights_in_memory(
+    world_size: int, deep_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """One rank gathers nothing: what it computes with must not be a buffer that is used again."""
+    trainings = []
+    for name in ("zero3_offload_optimizer.json", "zero3_offload_nvme.json"):
+        changes = {"--num-train-steps": 2, "--deepspeed-config": small(name, tmp_path)}
+        if "nvme" in name:
+            changes["--nvme-path"] = tmp_path
+        trainings.append(
+            Training(harness.flags(deep_model, tiny_data, tmp_path / f"out-{name}", changes))
+        )
+    cpu, nvme = launch_many(world_size, trainings, tmp_path)
+    assert (cpu.codes, nvme.codes) == ([0] * world_size, [0] * world_size), nvme.text[-3000:]
+    for column in ("loss", "grad_norm"):
+        assert nvme.column(column) == cpu.column(column)
