@@ -255,6 +255,8 @@ def test_a_probe_that_is_interrupted_leaves_nothing(tiny_model: Path, tmp_path: 
         [sys.executable, "-m", "ds_sft", *words_of(tiny_model, SHIPPED / "zero3.json")],
         env=harness.cpu_env(TMPDIR=str(tmp_path)), cwd=ROOT, text=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        # Where the tests run in the background of a shell, Ctrl-C means nothing to what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stderr is not None
     for line in process.stderr:

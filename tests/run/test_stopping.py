@@ -20,6 +20,7 @@ from ds_sft.run.stopping import EXIT_CODE, Stopping, ancestors
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
