@@ -164,7 +164,16 @@ class Watch:
         )
 
     def _tell(self, problem: str) -> None:
-        faulthandler.dump_traceback()
         where = f"rank {self._rank} on host {socket.gethostname()}"
         line = f"error: {where} leaves: {problem}: start it again, it goes on from its checkpoint"
-        print(line, file=sys.stderr, flush=True)
+        # In one piece: the ranks of a host speak at the same time, into the same pipe.
+        sys.stderr.write(f"{stacks()}{line}\n")
+        sys.stderr.flush()
+
+
+def stacks() -> str:
+    """What every thread of this process is doing."""
+    with os.fdopen(os.memfd_create("stacks"), "w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()

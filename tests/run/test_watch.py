@@ -70,3 +70,7 @@ def test_a_step_may_take_ten_times_the_median_and_at_least_half_an_hour() -> Non
     assert step_limit(0, deque([1.0, 2.0, 90.0])) == 30 * 60
     assert step_limit(0, deque([600.0, 700.0, 9000.0])) == 7000
     assert step_limit(2.5, deque([600.0])) == 150
+
+
+def test_the_stacks_are_one_text_that_names_who_waits() -> None:
+    assert "in test_the_stacks_are_one_text_that_names_who_waits" in watch.stacks()
