@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_sft.data.architectures import check_architecture, expected_shapes
+from ds_sft.data.hub import cached_revision
 from ds_sft.data.model_files import (
     ModelFiles,
-    cached_revision,
     find_model,
     of_config,
     read_config,

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_sft.data.model_files import ModelFiles, cached_revision
+from ds_sft.data.hub import cached_revision
+from ds_sft.data.model_files import ModelFiles
 from ds_sft.data.packed import TOKENIZER_DIR, VALIDATION_DIR, PackedDataset
 from ds_sft.data.template import SHIPPED, read_template
 from ds_sft.data.tokenizer import TEMPLATE_FILE, tokenizer_hash

@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ds_sft.data import hub
-from ds_sft.data.model_files import hub_home
+from ds_sft.data.hub import hub_home
 from ds_sft.data.sources import TextSource
 from ds_sft.data.tables import DatasetSource, ParquetSource, TableSource
 from ds_sft.errors import ConfigError, DataError

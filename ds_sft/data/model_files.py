@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from ds_sft.data.architectures import (
     unused_tensors,
 )
 from ds_sft.data.geometry import completed
+from ds_sft.data.hub import cached_revision
 from ds_sft.errors import ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -129,33 +129,6 @@ def cached_snapshot(model_id: str) -> Path | None:
     if index.is_file() and not all((snapshot / name).is_file() for name in _shards(index)):
         return None
     return snapshot
-
-
-def cached_revision(repository: str) -> Path | None:
-    """Directory of the Hub's `main` revision in the cache, whole or not; None if there is none."""
-    root = hub_cache() / f"models--{repository.replace('/', '--')}"
-    try:
-        commit = (root / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    snapshot = root / "snapshots" / commit
-    return snapshot if commit and snapshot.is_dir() else None
-
-
-def hub_cache() -> Path:
-    """The Hub's cache directory, as huggingface_hub finds it."""
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if os.environ.get(name):
-            return Path(os.environ[name]).expanduser()
-    return hub_home() / "hub"
-
-
-def hub_home() -> Path:
-    """Where the Hub's libraries keep their caches."""
-    home = os.environ.get("HF_HOME")
-    if not home:
-        home = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(home).expanduser()
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_sft.data import hub
-from ds_sft.data.model_files import cached_revision
+from ds_sft.data.hub import cached_revision
 from ds_sft.errors import DataError
 
 if TYPE_CHECKING:

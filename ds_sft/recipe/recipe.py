@@ -128,6 +128,14 @@ class Recipe:
     """Seed of torch and numpy in the trainer."""
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_order()
+        self._check_optimizer()
+        self._check_schedule()
+        self._check_precision()
+        self._check_groups()
+
+    def _check_numbers(self) -> None:
         for name in (
             "train_batch_size",
             "loss_groups",
@@ -150,14 +158,12 @@ class Recipe:
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "use 0 <= x < 1")
         _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use 0 to 1")
-        for name in (
-            "compute_dtype", "grad_reduce_dtype", "master_dtype", "optimizer_state_dtype",
-        ):  # fmt: skip
-            _choice(name, getattr(self, name), ("bfloat16", "float32"))
         for name in ("trainer_seed", "data_seed"):
             _require(
                 0 <= getattr(self, name) < 2**32, name, getattr(self, name), "use 0 to 2^32 - 1"
             )
+
+    def _check_order(self) -> None:
         _require(
             1 <= self.mixture_block_size < 2**16,
             "mixture_block_size",
@@ -175,10 +181,17 @@ class Recipe:
                 f"order={self.order} with era_length={self.era_length}: order=levanter-era needs "
                 "the number of Levanter's `shuffle` as era_length, and no other order takes one"
             )
-        self._check_optimizer()
+
+    def _check_schedule(self) -> None:
         _choice("lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.lr_schedule == "inv" and self.min_lr_ratio == 0:
             raise ConfigError("lr_schedule=inv divides by min_lr_ratio: use a min_lr_ratio above 0")
+
+    def _check_precision(self) -> None:
+        for name in (
+            "compute_dtype", "grad_reduce_dtype", "master_dtype", "optimizer_state_dtype",
+        ):  # fmt: skip
+            _choice(name, getattr(self, name), ("bfloat16", "float32"))
         if self.compute_dtype == "float32" and self.grad_reduce_dtype == "bfloat16":
             raise ConfigError(
                 "compute_dtype=float32 with grad_reduce_dtype=bfloat16 loses what it "
@@ -194,6 +207,8 @@ class Recipe:
                 "optimizer_state_dtype=bfloat16 with master_dtype=float32 is not possible with "
                 "DeepSpeed: add --master-dtype bfloat16"
             )
+
+    def _check_groups(self) -> None:
         if self.train_batch_size % self.loss_groups:
             low = self.train_batch_size // self.loss_groups * self.loss_groups
             near = [str(n) for n in (low, low + self.loss_groups) if n > 0]
