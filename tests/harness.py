@@ -5,8 +5,10 @@ The launches are those of a user: the `deepspeed` command, real ranks, gloo, a p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -28,10 +30,16 @@ ROOT = Path(__file__).parents[1]
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on right now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A TCP port that nobody listens on right now.
+
+    Below the range from which Linux hands out ports by itself, so that no connection of another
+    launch takes it before it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def cpu_env(**extra: str) -> dict[str, str]:
