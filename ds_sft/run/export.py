@@ -22,7 +22,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param
 
 from ds_sft.errors import CheckpointError
 from ds_sft.run import numerics
@@ -37,6 +36,7 @@ from ds_sft.run.shards import (
     export_dtype,
     stored_dtype,
 )
+from ds_sft.run.swapped import full_master
 
 Barrier = Callable[[], None]
 
@@ -186,4 +186,4 @@ def _full_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Ten
         with deepspeed.zero.GatheredParameters([tensor]):
             yield tensor.data
     else:
-        yield safe_get_full_fp32_param(tensor)
+        yield full_master(tensor)

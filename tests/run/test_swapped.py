@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_sft.run.swapped import no_copy_of_swap_files, with_swapped
+from ds_sft.run.swapped import full_master, no_copy_of_swap_files, with_swapped
 
 NUMEL = 1000
 
@@ -87,3 +87,25 @@ def test_deepspeed_copies_swap_files_again_after_the_save() -> None:
     with no_copy_of_swap_files(engine):
         assert not engine.zero_nvme_offload_optimizer()
     assert engine.zero_nvme_offload_optimizer()
+
+
+def test_a_master_for_an_export_is_read_from_its_own_place_in_the_file(tmp_path: Path) -> None:
+    """Not through DeepSpeed, which would read the whole sub-group: the stand-in has no way to."""
+    zero, _, values = swapped(tmp_path)
+    (info,) = zero.optimizer_swapper.swap_params_info.values()
+    gathered: list[torch.Tensor] = []
+
+    def all_gather(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        gathered.append(part)
+        return torch.cat([part, part])
+
+    zero.fp32_partitioned_groups_flat = [info.tensors[0].compute_tensor]
+    zero.grad_position = {"weight": [0, 200, 300]}
+    zero.get_param_id = lambda parameter: "weight"
+    zero._swappable_optimizer_subgroup = lambda group: group == 0
+    zero._fp32_state_allgather = all_gather
+    weight = torch.nn.Parameter(torch.empty(0))
+    weight._z3_optimizer = zero  # type: ignore[attr-defined]
+    whole = full_master(weight)
+    assert torch.equal(gathered[0], values["master"][200:500])
+    assert torch.equal(whole, torch.cat([gathered[0], gathered[0]]))

@@ -75,6 +75,7 @@ def runs(
     )
     both = small("zero3_offload_nvme.json", work)
     bf16 = {"--compute-dtype": "bfloat16", "--hf-export-dtype": "bfloat16"}
+    of_masters = {**bf16, "--hf-export-dtype": "float32"}
     wanted: dict[str, tuple[Path, dict[str, Any]]] = {
         "zero3": (zero3, {}),
         "cpu": (cpu, {}),
@@ -83,7 +84,7 @@ def runs(
         "nvme, then zero3": (zero3, {"--resume": "nvme"}),
         "zero3, then nvme": (optimizer, {"--resume": "zero3"}),
         "bf16 cpu": (cpu, bf16),
-        "bf16 both": (both, bf16),
+        "bf16 both": (both, of_masters),
         "bf16 both, resumed": (both, {**bf16, "--resume": "bf16 both"}),
     }
     trainings = []
@@ -187,7 +188,10 @@ def test_a_checkpoint_of_swapped_state_is_like_any_other(runs: dict[str, Result]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [("nvme", "float32"), ("bf16 both", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("nvme", "float32"), ("bf16 both", "float32"), ("bf16 both, resumed", "bfloat16")],
+)
 def test_live_and_offline_exports_of_swapped_state_are_the_same_bytes(
     name: str, dtype: str, runs: dict[str, Result], tmp_path: Path
 ) -> None:
