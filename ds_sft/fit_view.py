@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ds_sft import fit_probe
+from ds_sft.data.console import open_console
 from ds_sft.engine.memory import ASSUMPTIONS, GIB, Gpu, Need
 from ds_sft.engine.rates import Rates, Seconds
 
@@ -199,11 +200,11 @@ def _probed_table(question: Question, probed: list[Probed]) -> None:
 
 
 def _table(question: Question, machine: Machine, rows: list[Row]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     flags = question.flags
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH)
+    width = None if sys.stdout.isatty() else WIDTH
+    console = open_console(needs_reader=True, tables=True, width=width)
     print(
         f"{flags.model_id}: {question.model.num_parameters / 1e9:.2f} B parameters, rows of "
         f"{flags.max_seq_len:,} x {flags.per_device_batch}, {flags.world_size} x "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_sft import plan_memory
+from ds_sft.data.console import open_console
 from ds_sft.errors import ConfigError
 from ds_sft.plan_facts import corner_steps, facts
 
@@ -36,10 +37,9 @@ def show(plan: Plan, as_json: bool = False, memory: bool = False) -> None:
 
 
 def _show_tables(said: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = open_console(needs_reader=True, tables=True)
     for title, rows in sections(said):
         table = Table(box=None, show_header=False, title=title, title_justify="left")
         table.add_column(no_wrap=True, min_width=22)

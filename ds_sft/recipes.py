@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from ds_sft.data.console import open_console
 from ds_sft.recipe.entries import ENTRIES
 from ds_sft.recipe.named import RECIPES
 from ds_sft.recipe.recipe import Recipe
@@ -87,7 +88,6 @@ def _show(rows: list[list[str]]) -> None:
     if not sys.stdout.isatty():  # for other programs: a line a row, columns by tabs
         print("\n".join("\t".join(row) for row in [list(_COLUMNS), *rows]))
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
@@ -95,7 +95,7 @@ def _show(rows: list[list[str]]) -> None:
         table.add_column(column, no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = open_console(needs_reader=True, tables=True)
     console.print(table)
     for line in unverified:
         console.print(line)

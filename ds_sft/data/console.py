@@ -1,6 +1,7 @@
-"""The console of the data commands, and what happens when its reader goes away (`... | head`).
+"""The console of all commands, and what happens when its reader goes away (`... | head`).
 
-Invariant: what prepare writes does not depend on who reads its lines. Left to others: the lines.
+Invariant: what prepare writes does not depend on who reads its lines. Left to others: the lines and
+tables. A training's console is another: no lost reader ends it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def open_console(*, needs_reader: bool) -> Console:
-    """Lines on stdout, as wide as they are, without colours of its own.
+def open_console(*, needs_reader: bool, tables: bool = False, width: int | None = None) -> Console:
+    """Stdout without colours of its own. Without `tables`, lines are as wide as they are.
+
+    With them it folds at `width` (none: the terminal's), and what looks like markup is text.
 
     Without a reader: a command that only shows something ends (BrokenPipeError, which the command
     line takes for a success), one that writes goes on in silence. Rich itself would exit with 1.
@@ -26,6 +29,10 @@ def open_console(*, needs_reader: bool) -> Console:
             if needs_reader:
                 raise BrokenPipeError
             self.quiet = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, sys.stdout.fileno())
+            os.close(nothing)
 
-    return PipeConsole(highlight=False, soft_wrap=True, emoji=False)
+    return PipeConsole(
+        highlight=False, soft_wrap=not tables, emoji=False, markup=not tables, width=width
+    )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_sft.data.console import open_console
 from ds_sft.data.model_files import ModelFiles, find_model
 from ds_sft.engine import ops, placement, swap_files
 from ds_sft.engine.config import engine_config, read_json
@@ -193,16 +194,13 @@ def show(title: str, rows: list[Check]) -> None:
             print(f"  {row.state:<5} {row.name:<{width}}  {row.detail}{advice}")
         print(flush=True)
         return
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     colours = {"ok": "green", "warn": "yellow", "FAIL": "bold red", "-": "dim"}
     for name in ("", "", "found", "what to do"):
         table.add_column(name, no_wrap=name == "", overflow="fold")
     for row in rows:
-        state = f"[{colours[row.state]}]{row.state}[/]"
-        table.add_row(
-            state, *(text.replace("[", r"\[") for text in (row.name, row.detail, row.advice))
-        )
-    Console(highlight=False).print(table, "")
+        table.add_row(Text(row.state, colours[row.state]), row.name, row.detail, row.advice)
+    open_console(needs_reader=True, tables=True).print(table, "")
