@@ -1,14 +1,15 @@
 """`ds-sft fit --probe STEPS`: the fastest candidates run for real, on this machine.
 
 Owns the choice of candidates, their data, the launches and what they measured. Invariants: a
-candidate that runs out of memory is a row, not the end; whatever happens (Ctrl-C too) no process,
-no data and no swap file stays. One rank is `fit_rank`'s. No torch but to count devices.
+candidate that runs out of memory is a row, not the end; whatever happens (Ctrl-C, a kill) no
+process, no data and no swap file stays. One rank is `fit_rank`'s. No torch but to count devices.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ from ds_sft.fit_rows import Machine, Question, Row, best_of_each, gib
 
 CANDIDATES = 3
 KILLED = (-signal.SIGKILL, 256 - signal.SIGKILL)  # as Python and as DeepSpeed's launcher say it
+HELD = "held"  # by this process, as long as it lives
 _PATIENCE_SECONDS = 40.0  # the launcher gives its ranks 30 to end
 
 
@@ -84,7 +86,11 @@ def _probe(
     question: Question, chosen: list[tuple[Row, dict[str, Any]]], machine: Machine
 ) -> list[Probed]:
     results = []
-    with ending_in_order(), tempfile.TemporaryDirectory(prefix="ds-sft-probe-") as work:
+    with (
+        ending_in_order(),
+        tempfile.TemporaryDirectory(prefix="ds-sft-probe-") as work,
+        held(Path(work) / HELD),
+    ):
         write_data(question, Path(work) / "data")
         for found, config in chosen:
             _say(f"{found.name} with sizes for this model")
@@ -104,6 +110,14 @@ def ending_in_order() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a lock for as long as this process lives: the ranks end when it is free."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def within(probed: Probed, machine: Machine) -> Probed:
@@ -170,7 +184,7 @@ def _run(question: Question, found: Row, config: dict[str, Any], work: Path) -> 
             "data": str(work / "data"), "model": str(question.model.directory),
             "random_weights": without_weights(question), "steps": flags.probe,
             "recipe": dataclasses.asdict(question.recipe), "config": config, "name": found.name,
-            "nvme_path": swap, "result": str(work / found.name),
+            "nvme_path": swap, "result": str(work / found.name), "held": str(work / HELD),
             "run": {
                 "per_device_batch": flags.per_device_batch, "mlp_tiles": flags.mlp_tiles,
                 "loss_chunk_size": flags.loss_chunk_size,

@@ -1,17 +1,20 @@
 """One rank of `ds-sft fit --probe`: a few optimizer steps of one candidate, measured.
 
-Owns the run of a candidate. Invariant: every rank leaves a result, also when it runs out of memory
-(but not when the kernel kills it). Writes neither checkpoints nor exports; the gathering of the
-largest weight that an export does is done, since it may be the peak. What is compared is
-`fit_probe`'s.
+Owns the run of a candidate. Invariants: every rank leaves a result, also when it runs out of memory
+(but not when the kernel kills it); none outlives the `ds-sft fit` that asked for it. Writes neither
+checkpoints nor exports; the gathering of the largest weight that an export does is done, since it
+may be the peak. What is compared is `fit_probe`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +31,28 @@ def main() -> None:
     """Run the candidate that the JSON named last on the command line describes."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     set_threads()
-    spec = json.loads(Path(sys.argv[-1]).read_text(encoding="utf-8"))
+    spec_file = Path(sys.argv[-1])
+    spec = json.loads(spec_file.read_text(encoding="utf-8"))
+    swap = [] if spec["nvme_path"] is None else [Path(spec["nvme_path"])]
+    end_with(Path(spec["held"]), [spec_file.parent, *swap])
     with ending_at_once(), reporting(), leaving_a_result(spec["result"]) as result:
         measure(spec, result)
+
+
+def end_with(held: Path, leftovers: list[Path]) -> None:
+    """End this process when nobody holds the lock of `held` any more: its parent is gone.
+
+    A parent that was killed cleans nothing up, so the directories `leftovers` go too.
+    """
+
+    def wait() -> None:
+        with contextlib.suppress(OSError), held.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        for directory in leftovers:
+            shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextlib.contextmanager

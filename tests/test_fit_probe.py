@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,21 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_leaves_its_result(
     with pytest.raises(ValueError, match="y"), fit_rank.leaving_a_result(str(tmp_path / "y")):
         raise ValueError("y")
     assert json.loads((tmp_path / "y.rank1.json").read_text())["problem"] == ""
+
+
+def test_a_rank_ends_with_its_parent_and_takes_the_files_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(fit_rank.os, "_exit", lambda code: ended.set())
+    (tmp_path / "work").mkdir()
+    (tmp_path / "swap").mkdir()
+    lock = tmp_path / "work" / fit_probe.HELD
+    with fit_probe.held(lock):
+        fit_rank.end_with(lock, [tmp_path / "work", tmp_path / "swap"])
+        assert not ended.wait(0.2)
+    assert ended.wait(5)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_on_a_cpu_the_host_and_the_gpu_are_one_memory(

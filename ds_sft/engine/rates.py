@@ -16,7 +16,7 @@ from ds_sft.data.geometry import width_times_context
 from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import DEFAULTS, GIB, Setup
 
-ADAM_BYTES = 32  # of one parameter through memory: master and moments read and written, gradient
+GRADIENT_BYTES = 4  # of the sum over microbatches, per parameter
 WEIGHT_FETCHES = 3  # of a microbatch: forward, recomputation, backward
 
 
@@ -115,6 +115,7 @@ def micro_flops(
 
 def seconds(setup: Setup, ds_config: Mapping[str, Any], rates: Rates, work: Work) -> Seconds:
     """Estimated time of one optimizer step."""
+    setup = setup.at_precision(ds_config)
     zero = {**DEFAULTS, **ds_config["zero_optimization"]}
     home, params = device(zero, "offload_optimizer"), device(zero, "offload_param")
     own, here = setup.own, min(setup.gpus_per_node, setup.world_size)
@@ -154,15 +155,14 @@ def _network(setup: Setup, group: int, rates: Rates) -> float:
 
 
 def _update(setup: Setup, home: str, params: str, rates: Rates, here: int) -> float:
-    own = setup.own
+    own, gradients = setup.own, GRADIENT_BYTES * setup.own
+    # Masters and moments are read and written; gradients are read, and clipped in place.
+    moved = 2 * (setup.state_bytes + gradients)
     if home == "none":
-        return ADAM_BYTES * own / rates.gpu_memory
-    time = (
-        ADAM_BYTES * own * here / rates.host_memory + (4 + setup.compute_bytes) * own / rates.pcie
-    )
+        return moved / rates.gpu_memory
+    time = moved * here / rates.host_memory + (gradients + setup.compute_bytes * own) / rates.pcie
     if home == "nvme":
-        # Master, moments and gradient are read; gradient, master and moments are written.
-        time += 16 * own * here * (1 / rates.nvme_read + 1 / rates.nvme_write)
+        time += moved / 2 * here * (1 / rates.nvme_read + 1 / rates.nvme_write)
     if params == "nvme":
         time += setup.compute_bytes * own * here / rates.nvme_write
     return time

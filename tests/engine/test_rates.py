@@ -87,6 +87,16 @@ def test_cpu_adam_is_bound_by_host_memory_and_nvme_by_the_disk() -> None:
     assert of(NVME).update > of(CPU).update > of({}).update
 
 
+def test_an_update_moves_the_bytes_that_the_optimizer_has() -> None:
+    total, bf16 = sum(NUMELS.values()), {"enabled": True, "bf16_master_weights_and_grads": True,
+                                         "bf16_optimizer_states": True}  # fmt: skip
+    work = Work(microbatches=1, micro_flops=1.0, step_tokens=1)
+    apollo = seconds(replace(setup(), moments=1000), {"zero_optimization": {}}, RATES, work)
+    assert apollo.update == pytest.approx((2 * 4 * total + 4 * 4 * 1000 + 8 * total) / 1e8)
+    halved = seconds(setup(), {"zero_optimization": {}, "bf16": bf16}, RATES, work)
+    assert halved.update == pytest.approx((2 * 6 + 8) * total / 1e8)
+
+
 @pytest.mark.parametrize("name", [f.name for f in fields(Rates) if f.name != "measured"])
 @pytest.mark.parametrize("zero", [{}, CPU, NVME, HPZ])
 def test_a_faster_part_never_makes_a_step_slower(name: str, zero: dict) -> None:
