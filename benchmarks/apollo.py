@@ -26,7 +26,8 @@ from fit_table import MODELS
 
 from ds_sft.data.architectures import expected_shapes
 from ds_sft.recipe import low_rank
-from ds_sft.recipe.recipe import OPTIMIZERS, RECIPES
+from ds_sft.recipe.named import RECIPES
+from ds_sft.recipe.recipe import OPTIMIZERS
 
 GIB = 2**30
 ROOT = Path(__file__).parents[1]

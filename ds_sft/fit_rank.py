@@ -62,9 +62,9 @@ def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
     from ds_sft.engine.config import engine_config
     from ds_sft.engine.step import train_step
     from ds_sft.fit import model_of
-    from ds_sft.flags import RunConfig
     from ds_sft.recipe.batching import BatchPlan
     from ds_sft.recipe.recipe import Recipe
+    from ds_sft.run_config import RunConfig
 
     run = RunConfig(data=Path(spec["data"]), **spec["run"])
     recipe, world_size = Recipe(**spec["recipe"]), int(os.environ["WORLD_SIZE"])

@@ -9,7 +9,6 @@ under a second. Leaves what the numbers mean to `recipe`, and how they look to `
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -25,13 +24,13 @@ from ds_sft.engine import swap_files
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.engine.placement import note_host_memory
 from ds_sft.errors import ConfigError, DataError
-from ds_sft.flags import RunConfig, parse_with_recipe
+from ds_sft.flags import parse_with_recipe
 from ds_sft.plan_data import (
     Validation,
+    check_pair,
     check_tokenizers,
     note_template,
     open_validation,
-    token_range,
 )
 from ds_sft.recipe import cadence, low_rank
 from ds_sft.recipe.batching import BatchPlan
@@ -40,6 +39,7 @@ from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 from ds_sft.run import changes, resume
 from ds_sft.run.place import check_place
+from ds_sft.run_config import RunConfig
 
 SECONDS_AFTER_SIGTERM = 30  # then DeepSpeed's launcher kills
 ASSUMED_GB_PER_SECOND = 1.0
@@ -138,7 +138,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
     model = find_model(recipe.model_id, run.allow_untested_architecture)
     if model is not None:
         notes += [*model.notes, *note_large_heads(run.attn_impl, model.head_sizes)]
-    _check_pair(data, model, recipe, notes)
+    check_pair(data, model, recipe, notes)
     tokenizer_dir = check_tokenizers(run, data, model, notes)
     _check_generation_config(run, model)
     note_template(recipe, data, notes)
@@ -204,38 +204,6 @@ def final_steps(run: RunConfig, recipe: Recipe, num_packs: int) -> int:
         return recipe.steps(num_packs)
     # As a decimal: 0.1 epochs of 640 packs in batches of 64 is one step, not two.
     return max(1, math.ceil(Fraction(str(run.epochs)) * num_packs / recipe.train_batch_size))
-
-
-def _check_pair(
-    data: PackedDataset, model: ModelFiles | None, recipe: Recipe, notes: list[str]
-) -> None:
-    """What the data and the model must agree on: token ids and the length of a row."""
-    if model is None:
-        if _offline():
-            raise ConfigError(
-                f"--model-id {recipe.model_id} is not in the Hub's cache of this machine, and "
-                "HF_HUB_OFFLINE forbids to fetch it: name a directory, or download it first"
-            )
-        notes.append(
-            f"model {recipe.model_id} is neither a directory nor in the Hub's cache of this "
-            "machine: its checks (vocabulary, length, parameters, disk) are skipped"
-        )
-        return
-    low, high, whole = token_range(data)
-    if low < 0 or high >= model.vocab_size:
-        raise DataError(
-            f"{data.path} holds token id {low if low < 0 else high}, but {recipe.model_id} has "
-            f"{model.vocab_size} (0 to {model.vocab_size - 1}): prepare the data with the "
-            f"model's own tokenizer"
-        )
-    if not whole:
-        notes.append("token ids were checked in a sample of the packs only")
-    longest = model.max_position_embeddings
-    if longest is not None and data.max_seq_len > longest:
-        raise DataError(
-            f"{data.path} has rows of {data.max_seq_len} tokens, but {recipe.model_id} was made "
-            f"for {longest} (max_position_embeddings): prepare with --max-seq-len {longest}"
-        )
 
 
 def _check_apollo(recipe: Recipe, model: ModelFiles | None) -> None:
@@ -321,8 +289,3 @@ def _note_oddities(
         notes.append(f"--stop-after {run.stop_after} is not before the end at {steps} steps")
     if schedule.warmup_steps >= steps:
         notes.append(f"the warmup takes the whole run of {steps} steps: the peak is never reached")
-
-
-def _offline() -> bool:
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)

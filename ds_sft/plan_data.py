@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from ds_sft.data.packed import TOKENIZER_DIR, VALIDATION_DIR, PackedDataset
 from ds_sft.data.template import SHIPPED, read_template
 from ds_sft.data.tokenizer import TEMPLATE_FILE, tokenizer_hash
 from ds_sft.errors import ConfigError, DataError
-from ds_sft.flags import RunConfig
 from ds_sft.recipe.batching import EvalPlan
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.run.hf_format import has_chat_template, needs_more_rows
+from ds_sft.run_config import RunConfig
 
 _MAX_SCANNED_TOKENS = 1 << 26  # 256 MiB of int32: a tenth of a second from memory
 _CHUNK_TOKENS = 1 << 20
@@ -39,6 +40,41 @@ class Validation:
     """Its packs by rank."""
     every: int
     """Due at every label that is a multiple of this, and at the last."""
+
+
+def check_pair(
+    data: PackedDataset, model: ModelFiles | None, recipe: Recipe, notes: list[str]
+) -> None:
+    """What the data and the model must agree on: token ids and the length of a row.
+
+    Raises ConfigError or DataError where they do not; a model that is not here yet is a note.
+    """
+    if model is None:
+        if _offline():
+            raise ConfigError(
+                f"--model-id {recipe.model_id} is not in the Hub's cache of this machine, and "
+                "HF_HUB_OFFLINE forbids to fetch it: name a directory, or download it first"
+            )
+        notes.append(
+            f"model {recipe.model_id} is neither a directory nor in the Hub's cache of this "
+            "machine: its checks (vocabulary, length, parameters, disk) are skipped"
+        )
+        return
+    low, high, whole = token_range(data)
+    if low < 0 or high >= model.vocab_size:
+        raise DataError(
+            f"{data.path} holds token id {low if low < 0 else high}, but {recipe.model_id} has "
+            f"{model.vocab_size} (0 to {model.vocab_size - 1}): prepare the data with the "
+            f"model's own tokenizer"
+        )
+    if not whole:
+        notes.append("token ids were checked in a sample of the packs only")
+    longest = model.max_position_embeddings
+    if longest is not None and data.max_seq_len > longest:
+        raise DataError(
+            f"{data.path} has rows of {data.max_seq_len} tokens, but {recipe.model_id} was made "
+            f"for {longest} (max_position_embeddings): prepare with --max-seq-len {longest}"
+        )
 
 
 def open_validation(
@@ -236,3 +272,8 @@ def note_template(recipe: Recipe, data: PackedDataset, notes: list[str]) -> None
             f"the recipe names the chat template {recipe.chat_template!r}, but {data.path} was "
             f"rendered with another one: prepare with --chat-template {recipe.chat_template}"
         )
+
+
+def _offline() -> bool:
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)

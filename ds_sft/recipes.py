@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_sft.recipe.entries import ENTRIES
-from ds_sft.recipe.recipe import RECIPES, Recipe
+from ds_sft.recipe.named import RECIPES
+from ds_sft.recipe.recipe import Recipe
 
 _COLUMNS = ("id", "model", "tier", "length", "optimizer", "budget", "verified")
 

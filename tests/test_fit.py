@@ -31,7 +31,7 @@ from ds_sft.fit_rows import (
     usable,
 )
 from ds_sft.recipe import low_rank
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
 
 GIB = memory.GIB
 CONFIG = {

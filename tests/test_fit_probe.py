@@ -21,7 +21,7 @@ from ds_sft.engine.memory import GIB, Activations
 from ds_sft.errors import ConfigError
 from ds_sft.fit import FitFlags, model_of, read_configs
 from ds_sft.fit_rows import Machine, Question, Row, best_of_each, usable
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
 
 SHIPPED = ROOT / "ds_configs"
 MACHINE = Machine(gpu_memory=12 * GIB, host_memory=64 * GIB, nvme=10 * GIB)

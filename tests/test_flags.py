@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from ds_sft.errors import ConfigError
-from ds_sft.flags import RunConfig, _one_line, accept_old_spellings, load_recipe, parse_train
-from ds_sft.recipe.recipe import RECIPES, Recipe
+from ds_sft.flags import _one_line, accept_old_spellings, load_recipe, parse_train
+from ds_sft.recipe.named import RECIPES
+from ds_sft.recipe.recipe import Recipe
+from ds_sft.run_config import RunConfig
 
 # Flags and defaults that people's scripts rely on; None where the recipe decides the default.
 RUN_FLAGS = {

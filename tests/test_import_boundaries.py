@@ -17,7 +17,7 @@ ALLOWED = {
     "recipe": {"recipe"},
     "data": {"data", "recipe", "flags", "presets"},
     "model": {"model", "data", "recipe"},
-    "engine": {"engine", "model", "data", "recipe", "flags", "plan"},
+    "engine": {"engine", "model", "data", "recipe", "run_config", "plan"},
 }
 LIGHT = [
     "ds_sft.cli",

@@ -23,7 +23,8 @@ from ds_sft.plan import Plan
 from ds_sft.plan_facts import corner_steps, facts, step_targets
 from ds_sft.plan_view import label_list
 from ds_sft.recipe.batching import BatchPlan
-from ds_sft.recipe.recipe import RECIPES, Recipe
+from ds_sft.recipe.named import RECIPES
+from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 
 

@@ -13,8 +13,10 @@ from ds_sft import presets
 from ds_sft.data.prepare import PrepareFlags
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.errors import ConfigError
-from ds_sft.flags import RunConfig, parse_train, parse_with_preset, preset_words
-from ds_sft.recipe.recipe import RECIPES, Recipe
+from ds_sft.flags import parse_train, parse_with_preset, preset_words
+from ds_sft.recipe.named import RECIPES
+from ds_sft.recipe.recipe import Recipe
+from ds_sft.run_config import RunConfig
 
 DATA = ["--data", "d"]
 RECIPE = 'base = "qwen3-4b"\ntrain_batch_size = 32\nlearning_rate = 1e-4\n'

@@ -15,7 +15,7 @@ from ds_sft.errors import ConfigError
 from ds_sft.flags import parse_train, parse_with_preset
 from ds_sft.recipe import entries
 from ds_sft.recipe.entries import ENTRIES
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
 
 DATA = ["--data", "d"]
 UNVERIFIED = "gemma4-31b"

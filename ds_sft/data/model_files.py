@@ -1,14 +1,14 @@
 """What a model's files say about it, read without torch: config.json and safetensors headers.
 
 Owns finding the directory (a local one, or a Hub id in the Hub's cache) and the names, shapes and
-dtypes of all tensors. Reads headers only, never weights: an 8B model takes milliseconds. Leaves
-which tensors there must be to `architectures`, downloading and loading to the model room.
+dtypes of all tensors: an 8B model takes milliseconds. Leaves the files themselves to
+`weight_files`, which tensors there must be to `architectures`, downloading and loading to the model
+room.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -28,14 +28,16 @@ from ds_sft.data.architectures import (
 )
 from ds_sft.data.geometry import completed
 from ds_sft.data.hub import cached_revision
+from ds_sft.data.weight_files import (
+    INDEX_NAME,
+    read_object,
+    safetensors_header,
+    shard_names,
+    weight_files,
+)
 from ds_sft.errors import ConfigError
 
-INDEX_NAME = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
-_DTYPE_BYTES |= {"BF16": 2, "F16": 2, "I16": 2, "U16": 2}
-_DTYPE_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _OTHER_PARTS = tuple(
     f"{prefix}{part}"
@@ -126,7 +128,7 @@ def cached_snapshot(model_id: str) -> Path | None:
     index = snapshot / INDEX_NAME
     if not weights:
         return None
-    if index.is_file() and not all((snapshot / name).is_file() for name in _shards(index)):
+    if index.is_file() and not all((snapshot / name).is_file() for name in shard_names(index)):
         return None
     return snapshot
 
@@ -136,7 +138,7 @@ def read_config(directory: Path) -> tuple[dict[str, Any], str]:
 
     Raises ConfigError.
     """
-    config = _read_object(directory / "config.json", "it is not a Hugging Face model directory")
+    config = read_object(directory / "config.json", "it is not a Hugging Face model directory")
     text = text_part(config)
     if text is None:
         return completed(config), ""
@@ -188,83 +190,6 @@ def text_name(stored: str) -> str | None:
     if stored.startswith("language_model."):
         return stored.removeprefix("language_model.")
     return None if stored.startswith(_OTHER_PARTS) else stored
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of the model, in order. Raises ConfigError when they are not whole."""
-    index = directory / INDEX_NAME
-    if index.is_file():
-        files = [directory / name for name in _shards(index)]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise ConfigError(
-                f"{directory} lacks {missing[0]}, which {INDEX_NAME} names "
-                f"({len(missing)} of {len(files)} missing): copy or download the model again"
-            )
-        return files
-    single = directory / "model.safetensors"
-    if single.is_file():
-        return [single]
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
-        raise ConfigError(
-            f"{directory} holds no safetensors weights, only pickled ones (.bin): convert it with "
-            "transformers: from_pretrained(...).save_pretrained(...)"
-        )
-    raise ConfigError(f"{directory} holds no model.safetensors: it is not a whole model")
-
-
-def safetensors_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every tensor in `file`. Raises ConfigError when the file is not whole.
-
-    Format: 8 bytes little-endian length of a JSON header, the header, then the values.
-    """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise ConfigError(
-                    f"{file} is not a whole safetensors file ({size} bytes): copy it again"
-                )
-            header = json.loads(stream.read(length))
-        tensors = {}
-        end = 0
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            shape = tuple(int(n) for n in entry["shape"])
-            begin, stop = entry["data_offsets"]
-            wanted = math.prod(shape) * _DTYPE_BYTES[entry["dtype"]]
-            if stop - begin != wanted:
-                raise ValueError(f"tensor {name} has {stop - begin} bytes, not {wanted}")
-            end = max(end, stop)
-            tensors[name] = (shape, str(entry["dtype"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} has no readable safetensors header: {error}") from None
-    if size != 8 + length + end:
-        raise ConfigError(
-            f"{file} has {size} bytes, its header describes {8 + length + end}: copy it again"
-        )
-    return tensors
-
-
-def _shards(index: Path) -> list[str]:
-    weight_map = _read_object(index, "copy the model again").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{index} has no weight_map: copy the model again")
-    return sorted({str(name) for name in weight_map.values()})
-
-
-def _read_object(path: Path, advice: str) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path.parent} has no {path.name}: {advice}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}: {advice}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a JSON object: {advice}")
-    return value
 
 
 @contextlib.contextmanager

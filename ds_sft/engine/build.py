@@ -28,13 +28,13 @@ from ds_sft.engine import meeting, ops, swap_files
 from ds_sft.engine.apollo import Apollo, tensors_of
 from ds_sft.engine.config import optimizer_kind
 from ds_sft.errors import ConfigError
-from ds_sft.flags import RunConfig
 from ds_sft.model import attention, liger
 from ds_sft.model.kinds import parameter_kinds, summary
 from ds_sft.model.layers import LayerChoices
 from ds_sft.model.load import build_partitioned, parameter_groups, restore_float32_masters
 from ds_sft.recipe import low_rank
 from ds_sft.recipe.recipe import Recipe
+from ds_sft.run_config import RunConfig
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from ds_sft.data.architectures import unused_tensors
-from ds_sft.data.model_files import ModelFiles, text_name, weight_files
+from ds_sft.data.model_files import ModelFiles, text_name
+from ds_sft.data.weight_files import weight_files
 from ds_sft.errors import ConfigError
 from ds_sft.model import attention
 from ds_sft.model.kinds import parameter_kinds

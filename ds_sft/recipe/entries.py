@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_sft.errors import ConfigError
-from ds_sft.recipe.recipe import RECIPES, Recipe, named_recipe
+from ds_sft.recipe.named import RECIPES, named_recipe
+from ds_sft.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,13 @@
-"""What decides the loss curve: one frozen `Recipe`, and the named recipes of the Marin runs.
+"""What decides the loss curve: one frozen `Recipe`.
 
 Owns every number that changes what is learned. Leaves memory and speed to the DeepSpeed JSON, and
 paths and cadence of the machine to `RunConfig`. Invariant: a `Recipe` that exists is consistent.
-
-The named recipes hold the figures of the Marin experiment files (`qwen3-8b`: self-instill, 2k
-steps, learning rate 5e-6; `qwen3-4b` and `qwen3-1.7b`: OT4, learning rate 2e-5).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +19,6 @@ WIDTHS = {"bfloat16": 2, "float32": 4}
 LR_SCHEDULES = ("cosine", "linear", "constant", "inv_sqrt", "inv")
 OPTIMIZERS = ("adamw", "apollo", "apollo-mini")
 NO_FP8 = "FP8 (Transformer Engine) is out of scope for now: use bfloat16"
-REFUSED_LEVANTER_FIELDS = ("cycles", "cycle_length", "cooldown", "rewarmup")
 
 
 def _require(ok: bool, name: str, value: object, advice: str) -> None:
@@ -278,64 +272,3 @@ class Recipe:
     def steps(self, num_packs: int) -> int:
         """Optimizer steps of the run over a data set of `num_packs`; 8 epochs when not given."""
         return self.num_train_steps or -(-8 * num_packs // self.train_batch_size)
-
-
-_OT4 = {
-    "chat_template": "qwen3", "learning_rate": 2e-5, "weight_decay": 0.0, "warmup": 0.03,
-    "decay": 0.9, "max_grad_norm": 0.2, "train_batch_size": 128, "mixture_block_size": 32768,
-}  # fmt: skip
-
-RECIPES: dict[str, Recipe] = {
-    "qwen3-8b": Recipe(
-        model_id="Qwen/Qwen3-8B", chat_template="qwen3", learning_rate=5e-6, weight_decay=0.01,
-        warmup=0.05, decay=0.9, train_batch_size=64, num_train_steps=2000,
-        mixture_block_size=32768,
-    ),
-    "qwen3-4b": Recipe(model_id="Qwen/Qwen3-4B", **_OT4),  # type: ignore[arg-type]
-    "qwen3-1.7b": Recipe(model_id="Qwen/Qwen3-1.7B", **_OT4),  # type: ignore[arg-type]
-}  # fmt: skip
-
-
-def recipe_from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
-    """A recipe from the keys of a TOML file named `where`; `base` names a recipe to start from.
-
-    Raises ConfigError for an unknown key, a value of the wrong type, and Levanter's fields that we
-    do not have (cycles, cooldown).
-    """
-    types = {f.name: str(f.type) for f in dataclasses.fields(Recipe)}
-    values = dict(values)
-    base = values.pop("base", None)
-    # Levanter writes `decay: null` for "all that remains"; the field's default says the same.
-    values = {key: value for key, value in values.items() if value is not None}
-    for key, value in values.items():
-        if key in REFUSED_LEVANTER_FIELDS:
-            raise ConfigError(
-                f"{where}: `{key}` is not supported: ds_sft runs one warmup/decay cycle"
-            )
-        if key not in types:
-            near = difflib.get_close_matches(key, types, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(types)}"
-            raise ConfigError(f"{where}: unknown key `{key}`: {hint}")
-        if not _fits(value, types[key]):
-            raise ConfigError(f"{where}: {key}={value!r} must be of type {types[key]}")
-    if base is not None:
-        return named_recipe(base).replace(**values)
-    missing = [n for n in ("model_id", "learning_rate", "train_batch_size") if n not in values]
-    if missing:
-        raise ConfigError(f'{where}: {", ".join(missing)} missing: give it, or base = "qwen3-8b"')
-    return Recipe(**values)
-
-
-def named_recipe(name: str) -> Recipe:
-    """The recipe called `name`. Raises ConfigError with the known names."""
-    if not isinstance(name, str) or name not in RECIPES:
-        raise ConfigError(f"recipe {name!r} is not known: use {', '.join(RECIPES)} or a .toml file")
-    return RECIPES[name]
-
-
-def _fits(value: object, annotation: str) -> bool:
-    if isinstance(value, bool):
-        return False
-    plain = annotation.removesuffix(" | None")
-    accepted = {"int": (int,), "str": (str,)}.get(plain, (int, float))
-    return isinstance(value, accepted)

@@ -18,7 +18,7 @@ from ds_sft.data.model_files import ModelFiles, find_model
 from ds_sft.engine import ops, placement, swap_files
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.errors import ConfigError, DsSftError
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
 from ds_sft.run import doctor_checks as checks
 from ds_sft.run.doctor_checks import Check, Kind
 

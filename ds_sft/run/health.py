@@ -15,7 +15,7 @@ from ds_sft.engine import nonfinite
 from ds_sft.engine.build import say
 from ds_sft.engine.step import StepResult
 from ds_sft.errors import TrainingDiverged
-from ds_sft.flags import RunConfig
+from ds_sft.run_config import RunConfig
 
 SPIKE_FACTOR = 1.5
 SPIKE_WINDOW = 64  # steps of the running median

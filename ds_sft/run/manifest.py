@@ -17,12 +17,12 @@ from typing import Any
 from ds_sft.data.model_files import ModelFiles
 from ds_sft.data.packed import PackedDataset
 from ds_sft.data.sealed import sealed_json
-from ds_sft.flags import RunConfig
 from ds_sft.presets import NOT_FOR_PUBLISHING
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.run import changes, provenance
 from ds_sft.run.atomic import write_file
 from ds_sft.run.layout import RunDir
+from ds_sft.run_config import RunConfig
 
 
 def write_run_json(

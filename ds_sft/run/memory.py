@@ -20,8 +20,8 @@ import torch.distributed as dist
 from ds_sft import plan_memory
 from ds_sft.engine import placement, used_memory
 from ds_sft.errors import OutOfMemory
-from ds_sft.flags import RunConfig
 from ds_sft.plan import Plan
+from ds_sft.run_config import RunConfig
 
 TOLERANCE = 1.1  # of a budget
 _SMALL = 10_000_000  # bytes that no breakdown names

@@ -23,11 +23,11 @@ from ds_sft.engine.evaluate import EvalResult
 from ds_sft.engine.step import StepResult
 from ds_sft.engine.used_memory import peak_memory_gb
 from ds_sft.errors import SavingFailed
-from ds_sft.flags import RunConfig
 from ds_sft.run import manifest
 from ds_sft.run.atomic import write_file
 from ds_sft.run.layout import RunDir
 from ds_sft.run.rows import open_rows, rows_in
+from ds_sft.run_config import RunConfig
 
 HEARTBEAT_SECONDS = 30.0
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from ds_sft.engine.build import say
 from ds_sft.errors import CheckpointError
-from ds_sft.flags import RunConfig
 from ds_sft.run import resume
 from ds_sft.run.resume import ResumePoint
 from ds_sft.run.seal import check_hashes
+from ds_sft.run_config import RunConfig
 
 Check = Callable[[ResumePoint], object]
 

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ds_sft.data.model_files import INDEX_NAME, ModelFiles, weight_files
+from ds_sft.data.model_files import ModelFiles
 from ds_sft.data.packed import VALIDATION_DIR, PackedDataset
+from ds_sft.data.weight_files import INDEX_NAME, weight_files
 from ds_sft.run import seal
 
 LARGEST_HASHED = 100_000_000_000

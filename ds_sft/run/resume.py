@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_sft.errors import CheckpointError, ConfigError
-from ds_sft.flags import RunConfig
 from ds_sft.run.atomic import REPLACED_SUFFIX
 from ds_sft.run.layout import RunDir, checkpoints_in
 from ds_sft.run.marker import read_meta
 from ds_sft.run.seal import check_listed, check_sizes
+from ds_sft.run_config import RunConfig
 
 BROKEN_SUFFIX = ".broken"
 

@@ -23,7 +23,6 @@ from ds_sft.data.model_files import ModelFiles
 from ds_sft.data.packed import PackedDataset
 from ds_sft.engine.build import say
 from ds_sft.errors import CheckpointError, SavingFailed
-from ds_sft.flags import RunConfig
 from ds_sft.recipe import low_rank
 from ds_sft.recipe.cadence import is_due, labels, timer_fired
 from ds_sft.recipe.recipe import Recipe
@@ -36,6 +35,7 @@ from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.native import NativeCheckpoint
 from ds_sft.run.proved_point import proved
 from ds_sft.run.resume import ResumePoint
+from ds_sft.run_config import RunConfig
 
 MAX_FAILURES = 3
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
+from ds_sft.data.weight_files import INDEX_NAME
 from ds_sft.errors import CheckpointError
 from ds_sft.run import numerics
 
 MAX_SHARD_BYTES = 5_000_000_000
-INDEX_NAME = "model.safetensors.index.json"
 
 EXPORT_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ds_sft.data.model_files import find_model, safetensors_header
+from ds_sft.data.model_files import find_model
+from ds_sft.data.weight_files import safetensors_header
 from ds_sft.errors import ConfigError
 
 

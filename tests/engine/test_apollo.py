@@ -14,7 +14,7 @@ from ds_sft.engine.apollo import Apollo, tensors_of
 from ds_sft.errors import CheckpointError
 from ds_sft.model.sft import arrange
 from ds_sft.recipe import low_rank
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
 
 RECIPE = RECIPES["qwen3-8b"].replace(optimizer="apollo", apollo_rank=4)
 

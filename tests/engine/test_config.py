@@ -9,7 +9,8 @@ import pytest
 from ds_sft.engine.config import check_keys, engine_config, optimizer_kind, read_json
 from ds_sft.engine.json_keys import ACCEPTED, REFUSED, Rules, Value
 from ds_sft.errors import ConfigError
-from ds_sft.recipe.recipe import RECIPES, Recipe
+from ds_sft.recipe.named import RECIPES
+from ds_sft.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))

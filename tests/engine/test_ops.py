@@ -75,8 +75,8 @@ def test_a_run_removes_stale_locks_before_an_operator_could_wait_on_one(
 ) -> None:
     from ds_sft.data.model_files import find_model
     from ds_sft.engine import build
-    from ds_sft.flags import RunConfig
-    from ds_sft.recipe.recipe import RECIPES
+    from ds_sft.recipe.named import RECIPES
+    from ds_sft.run_config import RunConfig
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

@@ -14,7 +14,7 @@ from ds_sft.engine.config import engine_config, read_json
 from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import Activations, Setup
 from ds_sft.engine.tuning import tuned
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
 
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))
 SHAPES = {"1.7B": (2048, 28, 16, 6144, True), "8B": (4096, 36, 32, 12288, False),

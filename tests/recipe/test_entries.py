@@ -3,10 +3,10 @@ import dataclasses
 import pytest
 
 from ds_sft.errors import ConfigError
-from ds_sft.flags import RunConfig
 from ds_sft.recipe import entries
 from ds_sft.recipe.entries import ENTRIES, length_notes, recipe_named, require_verified
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
+from ds_sft.run_config import RunConfig
 
 
 def test_tiers_and_lengths_are_those_that_are_known_and_no_budget_is() -> None:

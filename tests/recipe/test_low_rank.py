@@ -7,7 +7,7 @@ import pytest
 from ds_sft.errors import ConfigError
 from ds_sft.recipe import low_rank
 from ds_sft.recipe.low_rank import LOW_RANK, Tensor
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
 
 SHAPES = {
     "model.embed_tokens.weight": (1000, 64),

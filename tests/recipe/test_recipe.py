@@ -2,7 +2,7 @@ import pytest
 
 from ds_sft.errors import ConfigError
 from ds_sft.recipe import low_rank
-from ds_sft.recipe.recipe import RECIPES, recipe_from_mapping
+from ds_sft.recipe.named import RECIPES, recipe_from_mapping
 
 MINIMAL = {"model_id": "m", "learning_rate": 1e-5, "train_batch_size": 4}
 

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from ds_sft.errors import ConfigError
-from ds_sft.recipe.recipe import Recipe, recipe_from_mapping
+from ds_sft.recipe.named import recipe_from_mapping
+from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 
 CASES = json.loads((Path(__file__).parents[1] / "golden/lr_schedules.json").read_text())["cases"]

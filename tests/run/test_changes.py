@@ -11,7 +11,8 @@ import pytest
 
 import ds_sft
 from ds_sft.errors import ConfigError
-from ds_sft.recipe.recipe import RECIPES, Recipe
+from ds_sft.recipe.named import RECIPES
+from ds_sft.recipe.recipe import Recipe
 from ds_sft.run import changes
 from ds_sft.run.resume import ResumePoint
 

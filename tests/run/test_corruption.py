@@ -17,10 +17,10 @@ from ds_sft import cli
 from ds_sft.data.packed import PackedDataset
 from ds_sft.data.packed_writer import PackedWriter
 from ds_sft.errors import CheckpointError
-from ds_sft.flags import RunConfig
 from ds_sft.run import resume
 from ds_sft.run.export import export_offline
 from ds_sft.run.seal import check_hashes, names_in
+from ds_sft.run_config import RunConfig
 
 pytestmark = pytest.mark.slow
 NATIVE = (

@@ -11,9 +11,9 @@ import pytest
 
 from ds_sft.data.sealed import sealed_json
 from ds_sft.errors import CheckpointError
-from ds_sft.flags import RunConfig
 from ds_sft.run import checkpoint, resume
 from ds_sft.run.layout import RunDir, labels_in, step_dir
+from ds_sft.run_config import RunConfig
 
 
 def point(parent: Path, label: int, **meta: object) -> Path:

@@ -13,11 +13,11 @@ import pytest
 from ds_sft.engine.evaluate import EvalResult
 from ds_sft.engine.step import StepResult
 from ds_sft.errors import CheckpointError, SavingFailed
-from ds_sft.flags import RunConfig
 from ds_sft.run import metrics, rows
 from ds_sft.run.layout import RunDir
 from ds_sft.run.metrics import RunLog, hms, never_stop
 from ds_sft.run.rows import keep_before, open_rows
+from ds_sft.run_config import RunConfig
 
 NO_MONITOR: Any = SimpleNamespace(enabled=False)
 

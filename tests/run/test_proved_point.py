@@ -10,12 +10,12 @@ import torch
 
 from ds_sft.data.sealed import sealed_json
 from ds_sft.errors import CheckpointError, ConfigError
-from ds_sft.flags import RunConfig
 from ds_sft.run import resume
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.proved_point import proved
 from ds_sft.run.resume import ResumePoint
 from ds_sft.run.seal import seal
+from ds_sft.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("process_group")
 STATES = "zero_pp_rank_0_mp_rank_00_optim_states.pt"

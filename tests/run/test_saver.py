@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from ds_sft.errors import CheckpointError, SavingFailed
-from ds_sft.flags import RunConfig
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
 from ds_sft.run import checkpoint
 from ds_sft.run import saver as module
 from ds_sft.run.layout import RunDir
 from ds_sft.run.saver import Saver
+from ds_sft.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("process_group")
 Usage = namedtuple("Usage", "total used free")

@@ -16,7 +16,7 @@ import torch
 from harness import Result, Training, launch_many, weights
 
 from ds_sft.recipe import low_rank
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
 from ds_sft.run.export import export_offline
 from ds_sft.run.native import MASTERS, MOMENTS, NativeCheckpoint
 from ds_sft.run.reshard import convert

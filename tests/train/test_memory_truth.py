@@ -13,7 +13,7 @@ from harness import Training, launch_many
 from ds_sft.data.model_files import read_model
 from ds_sft.engine import gathering, memory
 from ds_sft.engine.config import engine_config
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
 
 ZERO = {
     "stage": 3, "reduce_bucket_size": 20_000, "stage3_prefetch_bucket_size": 5_000,

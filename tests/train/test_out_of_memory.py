@@ -17,8 +17,8 @@ from harness import Result, Training, launch_many
 from ds_sft.engine import step as step_module
 from ds_sft.engine import used_memory as measuring
 from ds_sft.errors import OutOfMemory
-from ds_sft.flags import RunConfig
 from ds_sft.run import memory
+from ds_sft.run_config import RunConfig
 
 ZERO3 = harness.ROOT / "ds_configs/zero3.json"
 

@@ -17,7 +17,7 @@ from harness import Result, Running, Training, launch_many
 
 from ds_sft import train
 from ds_sft.data.packed import PackedDataset
-from ds_sft.recipe.recipe import RECIPES
+from ds_sft.recipe.named import RECIPES
 from ds_sft.run.layout import labels_in
 
 EXACT = ("label", "loss", "lr", "grad_norm", "target_tokens", "tokens")
