@@ -224,8 +224,7 @@ def _per_layer_input(config: Mapping[str, Any]) -> int:
     """Width of Gemma 4's embeddings for each layer; 0 where there are none."""
     if architecture(config) != "Gemma4ForCausalLM":
         return 0
-    given = config.get("hidden_size_per_layer_input")
-    return 0 if given in (None, 0) else size(config, "hidden_size_per_layer_input")
+    return size(config, "hidden_size_per_layer_input", 0)
 
 
 def expected_buffers(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -120,15 +120,100 @@ def test_a_published_config_without_its_defaults_is_read_as_transformers_reads_i
         ("gemma3_text", "Gemma3TextConfig"),
         ("gemma4_text", "Gemma4TextConfig"),
         ("gemma4_unified_text", "Gemma4UnifiedTextConfig"),
+        ("qwen2", "Qwen2Config"),
+        ("qwen3", "Qwen3Config"),
     ],
 )
 def test_what_is_filled_in_is_what_transformers_fills_in(model_type: str, name: str) -> None:
     import transformers
 
-    theirs = getattr(transformers, name)().to_dict()
+    config = getattr(transformers, name)
+    windowed = {"use_sliding_window": True} if model_type.startswith("qwen") else {}
+    theirs = config(**windowed).to_dict()
     assert {key: theirs[key] for key in DEFAULTS[model_type]} == DEFAULTS[model_type]
     assert completed({"model_type": model_type, "vocab_size": 7})["vocab_size"] == 7
-    assert completed({"model_type": "qwen3"}) == {"model_type": "qwen3"}
+    assert completed({"model_type": "llama"}) == {"model_type": "llama"}
+
+
+LEFT_OUT = {
+    "qwen2.5": ["num_key_value_heads", "sliding_window", "use_sliding_window"],
+    "qwen2.5-window": ["num_key_value_heads", "sliding_window", "max_window_layers", "layer_types"],
+    "qwen3": ["head_dim", "num_key_value_heads", "layer_types"],
+    "llama3": ["head_dim", "num_key_value_heads"],
+    "gemma3": ["head_dim", "layer_types", "sliding_window"],
+    "gemma4": ["num_kv_shared_layers", "head_dim", "per_layer_config"],
+}
+NULL = {
+    "qwen2.5-window": ["num_key_value_heads", "layer_types"],
+    "qwen3": ["head_dim", "num_key_value_heads", "layer_types"],
+    "llama3": ["head_dim", "num_key_value_heads"],
+    "gemma3": ["head_dim", "num_key_value_heads", "layer_types"],
+    "gemma4-e": ["num_kv_shared_layers", "hidden_size_per_layer_input", "head_dim"],
+}
+
+
+def as_transformers(family: str, config: dict[str, Any]) -> Any:
+    """Shapes and windows of the model that transformers makes; None where it refuses."""
+    import torch
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    config_name, name, _ = families.FAMILIES[family]
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, name)(
+                getattr(transformers, config_name).from_dict(config)
+            )
+    except (StrictDataclassError, ValueError, TypeError):
+        return None
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    attention = [layer.self_attn for layer in model.model.layers]
+    return shapes, [getattr(attn, "sliding_window", None) for attn in attention]
+
+
+def as_read_here(family: str, config: dict[str, Any]) -> Any:
+    """The same from config.json alone; None where it is refused."""
+    whole = completed({**config, "architectures": [families.FAMILIES[family][1]]})
+    tied = bool(whole.get("tie_word_embeddings", False))
+    try:
+        return expected_shapes(whole, tied), [layer.window for layer in layers(whole)]
+    except ConfigError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [(f, key) for f, keys in LEFT_OUT.items() for key in keys]
+)
+def test_a_key_that_is_left_out_is_what_transformers_makes_of_it(family: str, key: str) -> None:
+    config = families.config_of(family).to_dict()
+    config.pop(key, None)
+    found = as_transformers(family, config)
+    assert found is not None
+    assert as_read_here(family, config) == found
+
+
+@pytest.mark.parametrize(("family", "key"), [(f, key) for f, keys in NULL.items() for key in keys])
+def test_a_null_is_refused_where_transformers_refuses_it(family: str, key: str) -> None:
+    config = {**families.config_of(family).to_dict(), key: None}
+    assert as_read_here(family, config) == as_transformers(family, config)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2.5", {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": False}),
+        ("qwen3", {"layer_types": ["full_attention"] * 3}),
+        ("gemma4-e", {"layer_types": [*["sliding_attention"] * 3, "full_attention"],
+                      "per_layer_config": None}),
+        ("gemma4-e", {"num_kv_shared_layers": 3}),
+        ("gemma4", {"layer_types": ["full_attention"] * 4}),
+    ],
+)  # fmt: skip
+def test_keys_that_contradict_each_other_are_read_as_transformers_reads_them(
+    family: str, changes: dict[str, Any]
+) -> None:
+    config = {**families.config_of(family).to_dict(), **changes}
+    assert as_read_here(family, config) == as_transformers(family, config)
 
 
 def test_heads_that_no_varlen_kernel_takes_are_refused_or_said() -> None:

@@ -117,8 +117,9 @@ def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"vocab_size": 600}, r"has shape \(512, 64\), config\.json asks for \(600, 64\)"),
-        ({"num_hidden_layers": 3}, r"missing model\.layers\.2\."),
-        ({"num_hidden_layers": 1}, r"unexpected model\.layers\.1\."),
+        ({"num_hidden_layers": 3, "layer_types": None}, r"missing model\.layers\.2\."),
+        ({"num_hidden_layers": 1, "layer_types": None}, r"unexpected model\.layers\.1\."),
+        ({"num_hidden_layers": 3}, "layer_types has 2 entries for num_hidden_layers=3"),
         (
             {"architectures": ["LlamaForCausalLM"]},
             r"unexpected model\.layers\.0\.self_attn\.k_norm",
