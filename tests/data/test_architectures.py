@@ -269,8 +269,28 @@ def test_an_untested_architecture_says_what_to_check_and_can_be_allowed() -> Non
     with pytest.raises(ConfigError, match=r"Olmo2ForCausalLM is not tested.*packed documents do"):
         check_architecture(Path("m"), config)
     check_architecture(Path("m"), config, allow_untested=True)
-    for name in TESTED_ARCHITECTURES:
-        check_architecture(Path("m"), {"architectures": [name]})
+    for name, model_type in TESTED_ARCHITECTURES.items():
+        check_architecture(Path("m"), {"architectures": [name], "model_type": model_type})
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("Qwen3_5ForCausalLM", "use Qwen3ForCausalLM, or"),
+        ("GraniteForCausalLM", "use Qwen3ForCausalLM or Qwen2ForCausalLM or"),
+        ("PhiForCausalLM", "use Qwen3ForCausalLM or Qwen2ForCausalLM or"),
+    ],
+)
+def test_a_near_name_is_offered_only_where_one_is_near(name: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        check_architecture(Path("m"), {**OLMO, "architectures": [name]})
+
+
+@pytest.mark.parametrize("model_type", ["llama", None, "qwen2", 3])
+def test_a_class_and_a_model_type_that_name_two_models_are_refused(model_type: Any) -> None:
+    config = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": model_type}
+    with pytest.raises(ConfigError, match="by which transformers would make another model"):
+        check_architecture(Path("m"), config, allow_untested=True)
 
 
 def test_the_text_part_of_a_multimodal_model_is_a_model_of_its_own() -> None:

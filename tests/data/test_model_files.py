@@ -121,7 +121,7 @@ def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
         ({"num_hidden_layers": 1, "layer_types": None}, r"unexpected model\.layers\.1\."),
         ({"num_hidden_layers": 3}, "layer_types has 2 entries for num_hidden_layers=3"),
         (
-            {"architectures": ["LlamaForCausalLM"]},
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
             r"unexpected model\.layers\.0\.self_attn\.k_norm",
         ),
         ({"attention_bias": True}, r"missing .*_proj\.bias"),
