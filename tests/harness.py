@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import os
+import random
 import select
 import shutil
 import signal
@@ -33,10 +34,16 @@ ROOT = Path(__file__).parents[1]
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on right now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A TCP port that nobody listens on right now.
+
+    Below the range from which Linux hands out ports by itself, so that no connection of another
+    launch takes it before it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def cpu_env(**extra: str) -> dict[str, str]:
