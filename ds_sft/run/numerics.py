@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ds_sft.errors import CheckpointError
 
@@ -35,6 +34,8 @@ class Scan:
 
     def __init__(self) -> None:
         self._rest = torch.empty(0)
+        # Memory that is new for every block costs more than the arithmetic on it.
+        self._held = torch.empty(2, _BLOCK)
         self._count = self._zeros = self._odd = 0
         self._low, self._high = math.inf, -math.inf
         self._mean = self._spread = 0.0  # of the finite values; the sum of their squared distances
@@ -73,7 +74,7 @@ class Scan:
         before, numel = self._count - self._odd, block.numel()
         self._count += numel
         self._zeros += numel - int(torch.count_nonzero(block))
-        values = block.float()
+        values = self._held[0][:numel].copy_(block)
         low, high = (bound.item() for bound in torch.aminmax(values))
         if not math.isfinite(low + high):  # one pass more, and only where something is wrong
             good = torch.isfinite(values)
@@ -84,31 +85,37 @@ class Scan:
                 return
             low, high = (bound.item() for bound in torch.aminmax(values))
         self._low, self._high = min(self._low, low), max(self._high, high)
-        mean, spread = _moments(values, max(abs(low), abs(high)))
+        mean, spread = _moments(values, max(abs(low), abs(high)), self._held[1][:numel])
         # Chan, Golub and LeVeque: two sets' squared distances from the mean of both.
         apart, total = mean - self._mean, before + numel
         self._mean += apart * numel / total
         self._spread += spread + apart * apart * before * numel / total
 
 
-def _moments(values: torch.Tensor, largest: float) -> tuple[float, float]:
-    """Mean, and sum of squared distances from it.
+def _moments(values: torch.Tensor, largest: float, distances: torch.Tensor) -> tuple[float, float]:
+    """Mean, and sum of squared distances from it, which are left in `distances`.
 
     The distances are taken before they are squared: the weights of a norm are near one, and the
     difference of their large squares would say nothing about how far apart they are.
     """
     if not _SQUARE_FITS[0] < largest < _SQUARE_FITS[1]:
-        values = values.double()
+        values, distances = values.double(), distances.double()
     numel = values.numel()
-    mean = _rows(values).sum(1).double().sum().item() / numel
+    mean = sum(rows.sum(1).double().sum().item() for rows in _rows(values)) / numel
     shift = torch.tensor(mean, dtype=values.dtype)
-    distances = _rows(values - shift)
-    squares = torch.linalg.vector_norm(distances, dim=1).double().square().sum().item()
+    torch.sub(values, shift, out=distances)
+    norms = (torch.linalg.vector_norm(rows, dim=1) for rows in _rows(distances))
+    squares = sum(norm.double().square().sum().item() for norm in norms)
     return mean, max(0.0, squares - numel * (mean - shift.item()) ** 2)
 
 
-def _rows(values: torch.Tensor) -> torch.Tensor:
-    return F.pad(values, (0, -values.numel() % _ROW)).view(-1, _ROW)
+def _rows(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The full rows, and the rest as one."""
+    whole = values.numel() // _ROW * _ROW
+    if whole:
+        yield values[:whole].view(-1, _ROW)
+    if whole < values.numel():
+        yield values[whole:].view(1, -1)
 
 
 def text(scans: Mapping[str, Numbers]) -> str:
