@@ -19,7 +19,8 @@ from torch import nn
 from ds_sft.engine.apollo import Apollo, tensors_of
 from ds_sft.engine.build import distributed
 from ds_sft.model.load import parameter_groups
-from ds_sft.recipe.recipe import RECIPES, Recipe
+from ds_sft.recipe.named import RECIPES
+from ds_sft.recipe.recipe import Recipe
 
 SHAPES = {"table": (11, 6), "tall": (13, 7), "wide": (5, 17), "square": (9, 9), "small": (23, 3),
           "unused": (8, 7)}  # fmt: skip
