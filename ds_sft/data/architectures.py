@@ -119,10 +119,10 @@ def _refuse_mixtures(directory: Path, name: str, config: Mapping[str, Any]) -> N
 
 
 def _refuse_attention(directory: Path, config: Mapping[str, Any]) -> None:
-    """What would let a token see the documents around its own, or later tokens."""
+    """What would let a token see the documents around its own or later tokens, or is not here."""
     ropes = [config.get("rope_scaling"), config.get("rope_parameters")]
     ropes += [r for rope in ropes if isinstance(rope, dict) for r in rope.values()]
-    rope_types = {r.get("rope_type", r.get("type")) for r in ropes if isinstance(r, dict)}
+    rope_types = {str(r.get("rope_type", r.get("type"))) for r in ropes if isinstance(r, dict)}
     for kind in _ROPE_OF_THE_ROW:
         if kind in rope_types:
             raise ConfigError(
@@ -140,6 +140,11 @@ def _refuse_attention(directory: Path, config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{directory}: its layers have {', '.join(sorted(kinds))}, which the "
             "attention kernels here do not know: use another model"
+        )
+    if config.get("attention_dropout"):
+        raise ConfigError(
+            f"{directory}: attention_dropout={config['attention_dropout']}, which the attention "
+            "kernels here do not have: set it to 0 in config.json"
         )
     if config.get("attn_logit_softcapping"):
         raise ConfigError(

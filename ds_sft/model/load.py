@@ -101,7 +101,7 @@ def config_and_class(config: dict[str, Any]) -> tuple[Any, Any]:
             f"transformers {transformers.__version__} has no causal language model for the model's "
             f"config.json ({error}): use a model that it knows, or a newer transformers"
         ) from None
-    except (StrictDataclassError, TypeError, ValueError) as error:
+    except (StrictDataclassError, AttributeError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(
             f"transformers {transformers.__version__} refuses the model's config.json: "
             f"{' '.join(str(error).split())}: copy the model again"

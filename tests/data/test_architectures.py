@@ -255,6 +255,7 @@ def test_work_inside_a_window_is_counted_by_hand() -> None:
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "causal"),
         ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0}, "softcapping"),
         ({"architectures": ["OddForCausalLM"], "layer_types": ["linear_attention"]}, "linear_att"),
+        ({"architectures": ["LlamaForCausalLM"], "attention_dropout": 0.1}, "attention_drop"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_rightly_is_refused_whatever_is_allowed(
@@ -319,6 +320,7 @@ def test_garbage_in_a_config_is_an_error_of_ours(family: str) -> None:
         True,
         ["x"] * 4,
         {"1": 3},
+        {"rope_type": {}},
         1 << 40,
     )
     refused = 0
