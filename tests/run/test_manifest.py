@@ -1,59 +1,42 @@
-"""Which commit a run's code is said to be."""
+"""Which commit a run's code is said to be; a script stands for git, which a machine may lack."""
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from ds_sft.run import manifest
 
-
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Somebody's repository, with this code in an environment inside it that git ignores."""
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    code = tmp_path / ".venv/site-packages/ds_sft/run/manifest.py"
-    code.parent.mkdir(parents=True)
-    code.write_text("")
-    (tmp_path / ".gitignore").write_text(".venv\n")
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "add", ".gitignore")
-    commit(tmp_path)
-    monkeypatch.setattr(manifest, "__file__", str(code))
-    return tmp_path
+COMMIT = "7a03becebc5fa49453fc545090c5cec3c0fa992d"
 
 
-def git(where: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", where, *words], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def commit(where: Path) -> None:
-    who = ("-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false")
-    git(where, *who, "commit", "-q", "-m", "one")
-
-
-def test_the_commit_of_a_repository_around_the_environment_is_not_the_codes(
-    repository: Path,
+def git_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ls_files: int, rev_parse: int
 ) -> None:
-    assert manifest._git_commit() is None
+    """A git whose commands end with these codes, as in `git -C DIRECTORY COMMAND ...`."""
+    script = tmp_path / "git"
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = -C ] && [ -d "$2" ] || exit 99\n'
+        f'case "$3 $4 $5" in\n"ls-files --error-unmatch manifest.py") exit {ls_files};;\n'
+        f'"rev-parse HEAD ") echo {COMMIT}; exit {rev_parse};;\nesac\nexit 98\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 
-def test_the_commit_of_a_checkout_that_holds_the_code_is(repository: Path) -> None:
-    git(repository, "add", "-f", manifest.__file__)
-    commit(repository)
-    assert manifest._git_commit() == git(repository, "rev-parse", "HEAD")
+@pytest.mark.parametrize(
+    ("ls_files", "rev_parse", "commit"), [(0, 0, COMMIT), (1, 0, None), (128, 128, None), (0, 1, None)]
+)  # fmt: skip
+def test_the_commit_is_that_of_a_checkout_which_holds_the_code(
+    ls_files: int, rev_parse: int, commit: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A repository that only surrounds the environment does not: `ls-files` ends with 1."""
+    git_that(tmp_path, monkeypatch, ls_files, rev_parse)
+    assert manifest._git_commit() == commit
 
 
-def test_without_git_or_with_one_that_cannot_be_read_there_is_none(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    git(repository, "add", "-f", manifest.__file__)
-    commit(repository)
-    (repository / ".git/HEAD").write_text("garbage")
-    assert manifest._git_commit() is None
-    monkeypatch.setenv("PATH", str(repository))
+def test_without_git_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert manifest._git_commit() is None
