@@ -26,8 +26,9 @@ def git_that(
 
 
 @pytest.mark.parametrize(
-    ("ls_files", "rev_parse", "commit"), [(0, 0, COMMIT), (1, 0, None), (128, 128, None), (0, 1, None)]
-)  # fmt: skip
+    ("ls_files", "rev_parse", "commit"),
+    [(0, 0, COMMIT), (1, 0, None), (128, 128, None), (0, 1, None)],
+)
 def test_the_commit_is_that_of_a_checkout_which_holds_the_code(
     ls_files: int, rev_parse: int, commit: str | None, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
