@@ -195,6 +195,11 @@ def expected_shapes(config: dict[str, Any], tied: bool) -> dict[str, tuple[int, 
     if per_layer:
         total = size(config, "num_hidden_layers") * per_layer
         rows = size(config, "vocab_size_per_layer_input")
+        if rows < vocab:
+            raise ConfigError(
+                f"config.json: vocab_size_per_layer_input is {rows}, fewer than vocab_size={vocab}, "
+                "so that some tokens have no row there"
+            )
         shapes["model.embed_tokens_per_layer.weight"] = (rows, total)
         shapes["model.per_layer_model_projection.weight"] = (total, hidden)
         shapes["model.per_layer_projection_norm.weight"] = (per_layer,)

@@ -304,6 +304,12 @@ def test_the_text_part_of_a_multimodal_model_is_a_model_of_its_own() -> None:
     assert text_part({"architectures": ["Qwen3ForCausalLM"]}) is None
 
 
+def test_embeddings_of_each_layer_with_fewer_rows_than_tokens_are_refused() -> None:
+    config = families.config_of("gemma4-e", vocab_size_per_layer_input=100).to_dict()
+    with pytest.raises(ConfigError, match=r"vocab_size_per_layer_input is 100, fewer than .*320"):
+        expected_shapes({**config, "architectures": ["Gemma4ForCausalLM"]}, tied=True)
+
+
 @pytest.mark.parametrize("family", ["qwen2.5-window", "llama3", "gemma3", "gemma4-e"])
 def test_garbage_in_a_config_is_an_error_of_ours(family: str) -> None:
     good = {**families.config_of(family).to_dict(), "architectures": [families.FAMILIES[family][1]]}
