@@ -197,8 +197,8 @@ def expected_shapes(config: dict[str, Any], tied: bool) -> dict[str, tuple[int, 
         rows = size(config, "vocab_size_per_layer_input")
         if rows < vocab:
             raise ConfigError(
-                f"config.json: vocab_size_per_layer_input is {rows}, fewer than vocab_size={vocab}, "
-                "so that some tokens have no row there"
+                f"config.json: vocab_size_per_layer_input is {rows}, fewer than "
+                f"vocab_size={vocab}: some tokens have no row there"
             )
         shapes["model.embed_tokens_per_layer.weight"] = (rows, total)
         shapes["model.per_layer_model_projection.weight"] = (total, hidden)
