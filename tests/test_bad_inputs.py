@@ -245,7 +245,7 @@ CASES: dict[str, Case] = {
     "mixture of experts": (
         lambda p: p.edit_config(architectures=["Qwen3MoeForCausalLM"]), "mixture of experts"),
     "weights of another config": (
-        lambda p: p.edit_config(num_hidden_layers=5), "missing model.layers.2"),
+        lambda p: p.edit_config(num_hidden_layers=5, layer_types=None), "missing model.layers.2"),
     # resuming
     "no such checkpoint": (lambda p: {"--resume": p.root / "step-9"}, "step-9 is not a directory"),
     "checkpoint that is not whole": (resume_from_nothing, "step-3 has no meta.json"),

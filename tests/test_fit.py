@@ -317,7 +317,11 @@ def test_bad_questions_end_in_one_line(
         ("{", "cannot be read"),
         ("[]", "is not a JSON object"),
         ('{"architectures": ["MixtralForCausalLM"]}', "mixture"),
-        ('{"architectures": ["Qwen3ForCausalLM"]}', "has no 'hidden_size'"),
+        ('{"architectures": ["Qwen3ForCausalLM"]}', "model_type=None"),
+        (
+            '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}',
+            "has no 'hidden_size'",
+        ),
     ],
 )
 def test_bad_models_end_in_one_line(content: str | None, message: str, tmp_path: Path) -> None:

@@ -86,13 +86,21 @@ def read_finished(run_dir: RunDir) -> int | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the code, when it runs from a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+    """Commit of the code, when it runs from a checkout that holds it.
+
+    An environment inside somebody's repository is none: its commit says nothing about this code.
+    """
+    said = ""
+    for words in (["ls-files", "--error-unmatch", Path(__file__).name], ["rev-parse", "HEAD"]):
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode:
+            return None
+        said = done.stdout.strip()
+    return said or None
 
 
 def _plain(value: Any) -> Any:
