@@ -33,6 +33,7 @@ IMPORTED = (
 
 
 def main() -> None:
+    sys.path.append(str(Path(__file__).parents[1] / "run"))  # for the workers of the tests there
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
