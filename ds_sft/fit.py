@@ -8,7 +8,7 @@ torch is imported only for that.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,12 +22,12 @@ from ds_sft.data.model_files import (
     of_config,
     read_config,
 )
-from ds_sft.engine import memory
 from ds_sft.engine.config import read_json
 from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import Activations
 from ds_sft.errors import ConfigError
 from ds_sft.fit_rows import Question, compare, fitting, row, usable
+from ds_sft.plan_memory import of_layers
 
 CONFIGS = Path("ds_configs")
 
@@ -54,6 +54,8 @@ class FitFlags:
     """Packs per rank in one microbatch."""
     train_batch_size: int = 64
     """Packs in one optimizer step, for the estimated time."""
+    loss_groups: int = 2
+    """As in training: parts of a step, each of whole microbatches on every rank."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of forward and backward."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -89,7 +91,7 @@ class FitFlags:
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "world_size", "gpus_per_node", "per_device_batch",
-                     "train_batch_size", "loss_chunk_size"):  # fmt: skip
+                     "train_batch_size", "loss_groups", "loss_chunk_size"):  # fmt: skip
             value = getattr(self, name)
             if not 1 <= value <= 10**9:
                 flag = name.replace("_", "-")
@@ -154,7 +156,7 @@ def run(flags: FitFlags) -> None:
 
 def question_about(model: ModelFiles, flags: FitFlags) -> Question:
     """The question that `flags` ask; what layers keep is measured when it is needed."""
-    remeasure = cache(lambda changed: measured(model.config, changed))
+    remeasure = cache(lambda changed: measured(model, changed))
     return Question(model=model, flags=flags, activations=remeasure(flags), remeasure=remeasure)
 
 
@@ -206,36 +208,7 @@ def without_weights(directory: Path) -> ModelFiles:
     return ModelFiles(directory=directory, config=config, tensors=tensors, tied=tied)
 
 
-def measured(config: Mapping[str, Any], flags: FitFlags) -> Callable[[int], Activations]:
+def measured(model: ModelFiles, flags: FitFlags) -> Callable[[int], Activations]:
     """Activations of this model by tokens of a microbatch; each length is measured once."""
-
-    @cache
-    def activations(tokens: int) -> Activations:
-        import torch
-
-        from ds_sft.model.activations import of_choices
-        from ds_sft.model.layers import LayerChoices
-
-        choices = LayerChoices(
-            recompute_every=flags.recompute_every, mlp_tiles=flags.mlp_tiles,
-            offload_activations=flags.offload_activations,
-        )  # fmt: skip
-        try:
-            small, large = of_choices(
-                dict(config), tokens, choices, dtype=getattr(torch, flags.compute_dtype),
-                loss_chunk_size=flags.loss_chunk_size,
-                kernel="varlen" if flags.compute_dtype == "bfloat16" else "sdpa",
-            )  # fmt: skip
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"--model-id {flags.model_id}: transformers cannot build a model from its "
-                f"config.json ({type(error).__name__}: {error}): copy the model again"
-            ) from error
-        layers = config["num_hidden_layers"]
-        whole = memory.extrapolated(small, large, layers)
-        if not flags.offload_activations:
-            return whole
-        one = tokens * config["hidden_size"] * (2 if flags.compute_dtype == "bfloat16" else 4)
-        return memory.parked(whole, choices.recomputed(layers), one)
-
-    return activations
+    kernel = "varlen" if flags.compute_dtype == "bfloat16" else "sdpa"
+    return cache(lambda tokens: of_layers(model, tokens, flags, flags.compute_dtype, kernel))

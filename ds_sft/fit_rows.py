@@ -19,6 +19,7 @@ from ds_sft.engine.memory import Activations, Need, Setup
 from ds_sft.engine.rates import Rates, Seconds, Work
 from ds_sft.errors import ConfigError
 from ds_sft.recipe import low_rank
+from ds_sft.recipe.batching import BatchPlan
 from ds_sft.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -70,13 +71,21 @@ class Question:
     def recipe(self) -> Recipe:
         """What was asked, as a recipe; the rest moves neither memory nor speed."""
         return Recipe(
-            model_id=self.flags.model_id, learning_rate=1e-5, loss_groups=1,
+            model_id=self.flags.model_id, learning_rate=1e-5, loss_groups=self.flags.loss_groups,
             train_batch_size=self.flags.train_batch_size,
             compute_dtype=self.flags.compute_dtype,
             grad_reduce_dtype=self.flags.grad_reduce_dtype,
             optimizer=self.flags.optimizer, apollo_rank=self.flags.apollo_rank,
             master_dtype=self.flags.master_dtype,
             optimizer_state_dtype=self.flags.optimizer_state_dtype,
+        )  # fmt: skip
+
+    @property
+    def batches(self) -> BatchPlan:
+        """How a step is split over ranks."""
+        return BatchPlan(
+            self.recipe, [1], world_size=self.flags.world_size,
+            per_device_batch=self.flags.per_device_batch, allow_idle=True,
         )  # fmt: skip
 
     def check_optimizer(self) -> None:
@@ -103,10 +112,9 @@ class Question:
     def seconds(self, json_dict: dict[str, Any], where: str, machine_rates: Rates) -> Seconds:
         """Estimated time of one optimizer step."""
         flags, setup = self.flags, self.setup()
-        packs = flags.world_size * flags.per_device_batch
         tokens = flags.per_device_batch * flags.max_seq_len
         work = Work(
-            microbatches=-(-flags.train_batch_size // packs),
+            microbatches=self.batches.micro_per_step,
             micro_flops=rates.micro_flops(
                 self.model.config,
                 setup,
@@ -114,7 +122,6 @@ class Question:
                 flags.max_seq_len,
                 again=1 / flags.recompute_every if flags.recompute_every else 0.0,
             ),
-            step_tokens=flags.train_batch_size * flags.max_seq_len,
         )
         config = self.config(json_dict, where, flags.world_size)
         return rates.seconds(setup, config, machine_rates, work)

@@ -75,8 +75,6 @@ class Work:
     """Of one rank in an optimizer step."""
     micro_flops: float
     """Of one microbatch, recomputation included."""
-    step_tokens: int
-    """Tokens of all ranks in an optimizer step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
