@@ -7,7 +7,10 @@ torch is imported only for that.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -26,8 +29,10 @@ from ds_sft.engine.config import read_json
 from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import Activations
 from ds_sft.errors import ConfigError
-from ds_sft.fit_rows import Question, compare, fitting, row, usable
+from ds_sft.fit_question import Question
+from ds_sft.fit_rows import compare, fitting, row, usable
 from ds_sft.plan_memory import of_layers
+from ds_sft.run.atomic import write_file
 
 CONFIGS = Path("ds_configs")
 
@@ -121,6 +126,8 @@ def run(flags: FitFlags) -> None:
     from ds_sft.fit_machine import machine_of, rates_of
 
     jsons = read_configs(flags.configs)
+    if flags.write is not None:
+        check_writable(flags.write, flags.configs)
     model = model_of(flags.model_id)
     longest = model.max_position_embeddings
     if longest is not None and flags.max_seq_len > longest:
@@ -167,14 +174,35 @@ def _write(question: Question, value: dict[str, Any], path: Path) -> None:
                 nvme_path = str(question.flags.nvme_path.resolve())
                 value["zero_optimization"][section]["nvme_path"] = nvme_path
     try:
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(value, indent=2) + "\n")
     except OSError as error:
-        raise ConfigError(f"--write {path} cannot be written: {error}") from None
+        raise _unwritable(path, error) from None
+
+
+def check_writable(path: Path, configs: Path) -> None:
+    """Raise ConfigError unless the answer can go to `path`: a probe may take hours before that."""
+    if any(path.resolve() == file.resolve() for file in _json_files(configs)):
+        raise ConfigError(f"--write {path} is one of the files that are compared: name another")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--write {path} cannot be written: {os.strerror(error.errno or 0).lower()}")
+
+
+def _json_files(configs: Path) -> list[Path]:
+    return sorted(configs.glob("*.json")) if configs.is_dir() else [configs]
 
 
 def read_configs(path: Path) -> dict[str, dict[str, Any]]:
     """The DeepSpeed JSONs in a directory, or one, by name. Raises ConfigError."""
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    files = _json_files(path)
     if not files:
         raise ConfigError(f"--configs {path} holds no .json: use ds_configs")
     return {file.stem: read_json(file) for file in files}

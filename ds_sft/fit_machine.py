@@ -21,7 +21,7 @@ from ds_sft.engine import rates, swap_files
 from ds_sft.engine.machine import memory_limit
 from ds_sft.engine.rates import Rates
 from ds_sft.errors import ConfigError
-from ds_sft.fit_rows import Machine
+from ds_sft.fit_question import Machine
 
 if TYPE_CHECKING:
     import torch

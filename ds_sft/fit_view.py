@@ -19,7 +19,8 @@ from ds_sft.recipe.batching import MAX_IDLE_SHARE
 
 if TYPE_CHECKING:
     from ds_sft.fit_probe import Probed
-    from ds_sft.fit_rows import Machine, Question, Row
+    from ds_sft.fit_question import Machine, Question
+    from ds_sft.fit_rows import Row
 
 _UNITS = {
     "gpu_flops": (1e12, "TFLOP/s of a GPU"),

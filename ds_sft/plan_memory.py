@@ -10,7 +10,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ds_sft.engine import memory
-from ds_sft.engine.memory import Activations, Setup
+from ds_sft.engine.memory import Activations
+from ds_sft.engine.setup import Setup
 from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.recipe import low_rank
 

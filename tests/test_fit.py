@@ -20,16 +20,8 @@ from ds_sft.engine.machine import memory_limit
 from ds_sft.errors import ConfigError
 from ds_sft.fit import FitFlags, model_of, question_about, read_configs
 from ds_sft.fit_machine import parse_size
-from ds_sft.fit_rows import (
-    Machine,
-    Question,
-    advice,
-    compare,
-    fitting,
-    other_layers,
-    shortages,
-    usable,
-)
+from ds_sft.fit_question import Machine, Question
+from ds_sft.fit_rows import advice, compare, fitting, other_layers, shortages, usable
 from ds_sft.recipe import low_rank
 from ds_sft.recipe.named import RECIPES
 
@@ -299,6 +291,8 @@ def test_a_file_for_another_number_of_ranks_is_left_out_and_said(
         (["--gpu-memory", "24GiB", "--train-batch-size", "65"], "cannot be split into 2 loss"),
         (["--gpu-memory", "24GiB", "--configs", "/nowhere"], "does not exist"),
         (["--gpu-memory", "24GiB", "--write", "/nowhere/my.json"], "cannot be written"),
+        (["--gpu-memory", "24GiB", "--write", "/tmp"], "cannot be written: is a directory"),
+        (["--gpu-memory", "24GiB", "--write", str(SHIPPED / "zero3.json")], "name another"),
         (["--gpu-memory", "24GiB", "--compute-dtype", "float32", "--grad-reduce-dtype",
           "bfloat16"], "--grad-reduce-dtype float32"),
     ],

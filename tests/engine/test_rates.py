@@ -11,8 +11,9 @@ import pytest
 from ds_sft.data.architectures import expected_shapes
 from ds_sft.data.model_files import ModelFiles
 from ds_sft.engine import rates
-from ds_sft.engine.memory import GIB, Setup
+from ds_sft.engine.memory import GIB
 from ds_sft.engine.rates import Rates, Work, assumed, micro_flops, seconds
+from ds_sft.engine.setup import Setup
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": 64,
