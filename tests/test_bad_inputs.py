@@ -267,6 +267,7 @@ CASES: dict[str, Case] = {
     "out that an unset variable left empty": (lambda p: {"--out": ""}, "is a variable not set?"),
     "out with a tilde": (lambda p: {"--out": "~/run"}, "no shell has replaced the ~"),
     "out with a line break": (lambda p: {"--out": p.root / "a\nb"}, "has a line break"),
+    "out that is not UTF-8": (lambda p: {"--out": p.root / "r\udce4n"}, "is not UTF-8"),
     "out with too long a name": (lambda p: {"--out": p.root / ("x" * 256)}, "name too long"),
     "out that is a link to nothing": (
         lambda p: p.link("run"), "run is a link to nothing, which is not there"),
