@@ -192,7 +192,8 @@ def start(plan: Plan, stopping: Stopping, threads: str) -> tuple[Plan, Any, Save
     engine = build.build_engine(run, recipe, plan.ds_config, model)
     saver = Saver(engine, run, recipe, plan.ds_config, plan.data, model, tokenizer_dir)
     for note in plan.notes:
-        build.say(f"[init] note: {note}")
+        if not note.startswith("passed over: "):  # said with its new name, when it is set aside
+            build.say(f"[init] note: {note}")
     stopping.use_group(saver.prompt)
     first = saver.resume(plan.resume_from, interrupted=stopping.agreed)
     if not run.skip_checks:
@@ -226,7 +227,7 @@ def already_finished(plan: Plan) -> bool:
 
     Raises ConfigError for a finished run without the checkpoint that a longer one would need.
     """
-    from ds_sft.run.manifest import read_finished
+    from ds_sft.run.marker import read_finished
 
     run, steps = plan.run, plan.schedule.num_steps
     completed = read_finished(RunDir(run.run_dir))

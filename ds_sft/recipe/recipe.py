@@ -14,6 +14,7 @@ from typing import Any
 from ds_sft.errors import ConfigError
 
 MAX_STEPS = 100_000_000
+MAX_BATCH = 1_000_000  # packs: the plan lists those of a step
 MAX_ERA = 2**40
 WIDTHS = {"bfloat16": 2, "float32": 4}
 LR_SCHEDULES = ("cosine", "linear", "constant", "inv_sqrt", "inv")
@@ -137,6 +138,10 @@ class Recipe:
             "steps_per_hf_export",
         ):
             _require(getattr(self, name) > 0, name, getattr(self, name), "use a number above 0")
+        _require(
+            self.train_batch_size <= MAX_BATCH,
+            "train_batch_size", self.train_batch_size, f"use at most {MAX_BATCH:,}",
+        )  # fmt: skip
         _require(
             0 <= self.num_train_steps <= MAX_STEPS,
             "num_train_steps",

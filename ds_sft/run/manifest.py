@@ -1,6 +1,7 @@
 """run.json and the marker `finished`: what a run was, written by rank 0.
 
-Owns the record of everything needed to run again. Leaves per-step numbers to `metrics`.
+Owns the record of everything needed to run again. Leaves per-step numbers to `metrics`, reading
+`finished` to `marker`.
 """
 
 from __future__ import annotations
@@ -75,14 +76,6 @@ def write_finished(run_dir: RunDir, completed: int, seconds: float, loss: float 
     """The marker from which success is read."""
     record = {"completed": completed, "seconds": round(seconds, 1), "loss": loss}
     write_file(run_dir.finished, json.dumps(record) + "\n")
-
-
-def read_finished(run_dir: RunDir) -> int | None:
-    """Completed steps of a finished run, None while the marker is not there (or says nothing)."""
-    try:
-        return int(json.loads(run_dir.finished.read_text(encoding="utf-8"))["completed"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return None
 
 
 def _git_commit() -> str | None:

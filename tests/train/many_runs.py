@@ -51,6 +51,7 @@ def _one(log: Path, run: dict[str, Any]) -> list[int]:
     running = {_fork(log, run, rank): rank for rank in range(run["ranks"])}
     codes = [0] * len(running)
     failed_at: float | None = None
+    patience = float(run["env"].get("PATIENCE_SECONDS", PATIENCE_SECONDS))
     while running:
         for pid, rank in list(running.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -59,7 +60,7 @@ def _one(log: Path, run: dict[str, Any]) -> list[int]:
                 codes[rank] = os.waitstatus_to_exitcode(status)
         if failed_at is None and any(codes):
             failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > PATIENCE_SECONDS:
+        if failed_at is not None and time.monotonic() - failed_at > patience:
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
