@@ -6,23 +6,21 @@ many trainings are compared, `launch_many` does the launcher's work with what is
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
 import random
-import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import importer
 import numpy as np
 import psutil
 
@@ -225,63 +223,6 @@ class Training:
     """How many it has; 0 = as many as the others."""
 
 
-class Importer:
-    """The process of train/many_runs.py, kept for the tests that want the same environment.
-
-    There is one at a time: it holds what it has imported.
-    """
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self.environment = environment
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/train/many_runs.py")], env=environment, cwd=ROOT,
-            start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._said,
-        )  # fmt: skip
-
-    def run(self, spec_file: Path, timeout: float) -> list[list[int]]:
-        """Exit codes of the ranks of each training of a specification."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{spec_file}\n".encode())
-        self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout)
-        line = self._process.stdout.readline() if ready else b""
-        if not line:
-            self.end()
-            self._said.seek(0)
-            raise AssertionError(f"no answer in {timeout} s: {self._said.read()[-4000:].decode()}")
-        return json.loads(line)
-
-    def end(self) -> None:
-        """End it and every rank that still runs."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-_importers: list[Importer] = []
-
-
-def importer(environment: dict[str, str]) -> Importer:
-    """The process for an environment: the one that is there, or a new one in its place."""
-    if not _importers or _importers[0].environment != environment:
-        end_importer()
-        _importers.append(Importer(environment))
-    return _importers[0]
-
-
-@atexit.register
-def end_importer() -> None:
-    """Give back what the trainings' process holds."""
-    while _importers:
-        _importers.pop().end()
-
-
 def launch_many(
     world_size: int, runs: list[Training], work: Path, *, timeout: float = 600, **env: str
 ) -> list[Result]:
@@ -298,9 +239,9 @@ def launch_many(
     environment = cpu_env(**{"PYTHONPATH": str(ROOT), **env})
     environment.pop("PYTEST_CURRENT_TEST", None)  # another in each test
     try:
-        codes = importer(environment).run(spec_file, timeout)
+        codes = importer.of(environment).run(spec_file, timeout)
     except BaseException:
-        end_importer()
+        importer.end()
         raise
     results = []
     for i, (words, of_ranks) in enumerate(zip(args, codes, strict=True)):
