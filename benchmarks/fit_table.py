@@ -17,7 +17,8 @@ from typing import Any
 from ds_sft.engine import rates, tuning
 from ds_sft.engine.memory import GIB
 from ds_sft.fit import CONFIGS, FitFlags, measured, model_of, read_configs
-from ds_sft.fit_rows import Machine, Question, row, usable
+from ds_sft.fit_question import Machine, Question
+from ds_sft.fit_rows import row, usable
 
 _SHAPES = {
     "1.7B": (2048, 28, 16, 6144, True),

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ds_sft.data.model_files import read_model
 from ds_sft.engine.config import read_json
-from ds_sft.engine.memory import Setup
+from ds_sft.engine.setup import Setup
 from ds_sft.engine.tuning import tuned
 
 ROOT = Path(__file__).parents[1]

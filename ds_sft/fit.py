@@ -7,8 +7,11 @@ torch is imported only for that.
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable, Mapping
+import os
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,12 +25,14 @@ from ds_sft.data.model_files import (
     of_config,
     read_config,
 )
-from ds_sft.engine import memory
 from ds_sft.engine.config import read_json
 from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import Activations
 from ds_sft.errors import ConfigError
-from ds_sft.fit_rows import Question, compare, fitting, row, usable
+from ds_sft.fit_question import Question
+from ds_sft.fit_rows import compare, fitting, row, usable
+from ds_sft.plan_memory import of_layers
+from ds_sft.run.atomic import write_file
 
 CONFIGS = Path("ds_configs")
 
@@ -54,6 +59,8 @@ class FitFlags:
     """Packs per rank in one microbatch."""
     train_batch_size: int = 64
     """Packs in one optimizer step, for the estimated time."""
+    loss_groups: int = 2
+    """As in training: parts of a step, each of whole microbatches on every rank."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of forward and backward."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -89,7 +96,7 @@ class FitFlags:
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "world_size", "gpus_per_node", "per_device_batch",
-                     "train_batch_size", "loss_chunk_size"):  # fmt: skip
+                     "train_batch_size", "loss_groups", "loss_chunk_size"):  # fmt: skip
             value = getattr(self, name)
             if not 1 <= value <= 10**9:
                 flag = name.replace("_", "-")
@@ -119,6 +126,8 @@ def run(flags: FitFlags) -> None:
     from ds_sft.fit_machine import machine_of, rates_of
 
     jsons = read_configs(flags.configs)
+    if flags.write is not None:
+        check_writable(flags.write, flags.configs)
     model = model_of(flags.model_id)
     longest = model.max_position_embeddings
     if longest is not None and flags.max_seq_len > longest:
@@ -154,7 +163,7 @@ def run(flags: FitFlags) -> None:
 
 def question_about(model: ModelFiles, flags: FitFlags) -> Question:
     """The question that `flags` ask; what layers keep is measured when it is needed."""
-    remeasure = cache(lambda changed: measured(model.config, changed))
+    remeasure = cache(lambda changed: measured(model, changed))
     return Question(model=model, flags=flags, activations=remeasure(flags), remeasure=remeasure)
 
 
@@ -165,14 +174,35 @@ def _write(question: Question, value: dict[str, Any], path: Path) -> None:
                 nvme_path = str(question.flags.nvme_path.resolve())
                 value["zero_optimization"][section]["nvme_path"] = nvme_path
     try:
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(value, indent=2) + "\n")
     except OSError as error:
-        raise ConfigError(f"--write {path} cannot be written: {error}") from None
+        raise _unwritable(path, error) from None
+
+
+def check_writable(path: Path, configs: Path) -> None:
+    """Raise ConfigError unless the answer can go to `path`: a probe may take hours before that."""
+    if any(path.resolve() == file.resolve() for file in _json_files(configs)):
+        raise ConfigError(f"--write {path} is one of the files that are compared: name another")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--write {path} cannot be written: {os.strerror(error.errno or 0).lower()}")
+
+
+def _json_files(configs: Path) -> list[Path]:
+    return sorted(configs.glob("*.json")) if configs.is_dir() else [configs]
 
 
 def read_configs(path: Path) -> dict[str, dict[str, Any]]:
     """The DeepSpeed JSONs in a directory, or one, by name. Raises ConfigError."""
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    files = _json_files(path)
     if not files:
         raise ConfigError(f"--configs {path} holds no .json: use ds_configs")
     return {file.stem: read_json(file) for file in files}
@@ -206,36 +236,7 @@ def without_weights(directory: Path) -> ModelFiles:
     return ModelFiles(directory=directory, config=config, tensors=tensors, tied=tied)
 
 
-def measured(config: Mapping[str, Any], flags: FitFlags) -> Callable[[int], Activations]:
+def measured(model: ModelFiles, flags: FitFlags) -> Callable[[int], Activations]:
     """Activations of this model by tokens of a microbatch; each length is measured once."""
-
-    @cache
-    def activations(tokens: int) -> Activations:
-        import torch
-
-        from ds_sft.model.activations import of_choices
-        from ds_sft.model.layers import LayerChoices
-
-        choices = LayerChoices(
-            recompute_every=flags.recompute_every, mlp_tiles=flags.mlp_tiles,
-            offload_activations=flags.offload_activations,
-        )  # fmt: skip
-        try:
-            small, large = of_choices(
-                dict(config), tokens, choices, dtype=getattr(torch, flags.compute_dtype),
-                loss_chunk_size=flags.loss_chunk_size,
-                kernel="varlen" if flags.compute_dtype == "bfloat16" else "sdpa",
-            )  # fmt: skip
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"--model-id {flags.model_id}: transformers cannot build a model from its "
-                f"config.json ({type(error).__name__}: {error}): copy the model again"
-            ) from error
-        layers = config["num_hidden_layers"]
-        whole = memory.extrapolated(small, large, layers)
-        if not flags.offload_activations:
-            return whole
-        one = tokens * config["hidden_size"] * (2 if flags.compute_dtype == "bfloat16" else 4)
-        return memory.parked(whole, choices.recomputed(layers), one)
-
-    return activations
+    kernel = "varlen" if flags.compute_dtype == "bfloat16" else "sdpa"
+    return cache(lambda tokens: of_layers(model, tokens, flags, flags.compute_dtype, kernel))

@@ -11,18 +11,17 @@ from __future__ import annotations
 import mmap
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_sft.engine import rates
+from ds_sft.engine import rates, swap_files
 from ds_sft.engine.machine import memory_limit
 from ds_sft.engine.rates import Rates
 from ds_sft.errors import ConfigError
-from ds_sft.fit_rows import Machine
+from ds_sft.fit_question import Machine
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +32,7 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {p + "B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {p + "IB": 1024**i for i, p in enumerate("KMGT", 1)}
 _DISK_BYTES = 256 * 2**20
+_MOST_BYTES = 2**60
 
 
 def machine_of(flags: FitFlags) -> Machine:
@@ -52,19 +52,20 @@ def parse_size(text: str, flag: str) -> int:
     """Bytes of `24GiB`, `80GB`, `512 MiB`. Raises ConfigError."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     unit = match[2].upper() if match else ""
-    if match is None or unit not in _UNITS or float(match[1]) <= 0:
-        raise ConfigError(f"{flag} {text!r} is not a size: write for example 24GiB or 80GB")
+    if match is None or unit not in _UNITS or not 0 < float(match[1]) < _MOST_BYTES:
+        raise ConfigError(f"{flag} {text[:50]!r} is not a size: write for example 24GiB or 80GB")
     size = int(float(match[1]) * _UNITS[unit])
+    if size > _MOST_BYTES:
+        raise ConfigError(f"{flag} {text[:50]!r} is more than any machine has")
     if size < 2**20:
         raise ConfigError(f"{flag} {text!r} is less than 1 MiB: is the unit missing, as in 24GiB?")
     return size
 
 
 def free_space(path: Path) -> int:
-    """Bytes free where swap files would go. Raises ConfigError."""
-    if not path.is_dir():
-        raise ConfigError(f"--nvme-path {path} is not a directory: name one on a local NVMe disk")
-    return shutil.disk_usage(path).free
+    """Bytes free where swap files would go, as training counts them. Raises ConfigError."""
+    swap_files.check_place(path)
+    return swap_files.free(path)
 
 
 def _gpu_here() -> int:

@@ -31,7 +31,8 @@ from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import Need
 from ds_sft.engine.rates import Rates
 from ds_sft.errors import ConfigError
-from ds_sft.fit_rows import Machine, Question, Row, best_of_each, gib
+from ds_sft.fit_question import Machine, Question
+from ds_sft.fit_rows import Row, best_of_each, gib
 
 CANDIDATES = 3
 KILLED = (-signal.SIGKILL, 256 - signal.SIGKILL)  # as Python and as DeepSpeed's launcher say it

@@ -15,10 +15,12 @@ from ds_sft import fit_probe
 from ds_sft.data.console import open_console
 from ds_sft.engine.memory import ASSUMPTIONS, GIB, Gpu, Need
 from ds_sft.engine.rates import Rates, Seconds
+from ds_sft.recipe.batching import MAX_IDLE_SHARE
 
 if TYPE_CHECKING:
     from ds_sft.fit_probe import Probed
-    from ds_sft.fit_rows import Machine, Question, Row
+    from ds_sft.fit_question import Machine, Question
+    from ds_sft.fit_rows import Row
 
 _UNITS = {
     "gpu_flops": (1e12, "TFLOP/s of a GPU"),
@@ -93,7 +95,13 @@ def assumptions(question: Question, rates: Rates) -> list[str]:
         f"{getattr(rates, name) / unit:.3g} {what}{' (measured)' if name in rates.measured else ''}"
         for name, (unit, what) in _UNITS.items()
     ]
+    batches = question.batches
+    idle = (
+        f"{batches.idle_share:.0%} of a step's pack slots idle: training wants --allow-idle, or a "
+        f"--world-size that divides the {batches.group_size} packs of a loss group"
+    )
     return [
+        *([idle] if batches.idle_share > MAX_IDLE_SHARE else []),
         ASSUMPTIONS,
         ", ".join(values),
         f"one document fills a pack of {flags.max_seq_len:,} tokens and all are trained (the "

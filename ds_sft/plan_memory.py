@@ -10,12 +10,16 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ds_sft.engine import memory
-from ds_sft.engine.memory import Activations, Setup
-from ds_sft.errors import ConfigError
+from ds_sft.engine.memory import Activations
+from ds_sft.engine.setup import Setup
+from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.recipe import low_rank
 
 if TYPE_CHECKING:
+    from ds_sft.data.model_files import ModelFiles
+    from ds_sft.fit import FitFlags
     from ds_sft.plan import Plan
+    from ds_sft.run_config import RunConfig
 
 GPUS_OF_A_NODE = 8
 
@@ -45,28 +49,46 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 def activations(plan: Plan) -> Activations:
     """What a microbatch of the run holds beside the states, its attention included."""
+    assert plan.model is not None
+    run, dtype = plan.run, plan.recipe.compute_dtype
+    tokens = run.per_device_batch * plan.data.max_seq_len
+    kernel = "varlen" if dtype == "bfloat16" and run.attn_impl != "sdpa" else "sdpa"
+    return of_layers(plan.model, tokens, run, dtype, kernel)
+
+
+def of_layers(
+    model: ModelFiles, tokens: int, flags: RunConfig | FitFlags, dtype: str, kernel: str
+) -> Activations:
+    """What a microbatch of so many tokens holds in a model whose layers run as `flags` say.
+
+    Raises ConfigError for a config.json that transformers cannot take.
+    """
     import torch
 
     from ds_sft.model.activations import of_choices
     from ds_sft.model.layers import LayerChoices
 
-    assert plan.model is not None
-    run, dtype = plan.run, plan.recipe.compute_dtype
-    gpu_kernel = dtype == "bfloat16" and run.attn_impl != "sdpa"
-    tokens = run.per_device_batch * plan.data.max_seq_len
     choices = LayerChoices(
-        recompute_every=run.recompute_every, mlp_tiles=run.mlp_tiles,
-        offload_activations=run.offload_activations,
+        recompute_every=flags.recompute_every, mlp_tiles=flags.mlp_tiles,
+        offload_activations=flags.offload_activations,
     )  # fmt: skip
-    small, large = of_choices(
-        plan.model.config, tokens, choices, dtype=getattr(torch, dtype),
-        loss_chunk_size=run.loss_chunk_size, kernel="varlen" if gpu_kernel else "sdpa",
-    )  # fmt: skip
-    layers = plan.model.config["num_hidden_layers"]
+    try:
+        small, large = of_choices(
+            model.config, tokens, choices, dtype=getattr(torch, dtype),
+            loss_chunk_size=flags.loss_chunk_size, kernel=kernel,
+        )  # fmt: skip
+    except DsSftError:
+        raise
+    except Exception as error:  # transformers' classes check their configurations in many ways
+        raise ConfigError(
+            f"transformers cannot build a model from {model.directory}/config.json "
+            f"({type(error).__name__}: {error}): copy the model again"
+        ) from error
+    layers = model.config["num_hidden_layers"]
     whole = memory.extrapolated(small, large, layers)
-    if not run.offload_activations:
+    if not flags.offload_activations:
         return whole
-    one = tokens * plan.model.config["hidden_size"] * (2 if dtype == "bfloat16" else 4)
+    one = tokens * model.config["hidden_size"] * (2 if dtype == "bfloat16" else 4)
     return memory.parked(whole, choices.recomputed(layers), one)
 
 

@@ -309,6 +309,11 @@ def launch_many(
     return results
 
 
+def run_once(world_size: int, *args: object, work: Path) -> Result:
+    """One training without its launcher, like those of `launch_many`."""
+    return launch_many(world_size, [Training(list(args))], work)[0]
+
+
 class Running:
     """A launch that is watched, to be killed at a chosen moment."""
 

@@ -148,7 +148,7 @@ CASES: dict[str, Case] = {
     "log every 0": (lambda p: {"--log-every": 0}, "log-every=0 must be"),
     "out is a file": (lambda p: {"--out": p.write("run.txt", "")}, "is no directory"),
     # the recipe
-    "unknown recipe": (lambda p: {"--recipe": "qwen4"}, "use qwen3-8b, qwen3-4b"),
+    "unknown recipe": (lambda p: {"--recipe": "qwen4"}, "did you mean qwen3-4b? Known are"),
     "no recipe file": (lambda p: {"--recipe": p.root / "x.toml"}, "x.toml does not exist"),
     "recipe file is not TOML": (
         lambda p: {"--recipe": p.write("x.toml", "a = = 1")}, "x.toml cannot be read"),

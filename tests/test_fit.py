@@ -13,23 +13,15 @@ import harness
 import pytest
 from harness import ROOT
 
-from ds_sft import cli, fit_machine
+from ds_sft import cli, fit_machine, fit_view
 from ds_sft.engine import memory, rates
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.engine.machine import memory_limit
 from ds_sft.errors import ConfigError
 from ds_sft.fit import FitFlags, model_of, question_about, read_configs
 from ds_sft.fit_machine import parse_size
-from ds_sft.fit_rows import (
-    Machine,
-    Question,
-    advice,
-    compare,
-    fitting,
-    other_layers,
-    shortages,
-    usable,
-)
+from ds_sft.fit_question import Machine, Question
+from ds_sft.fit_rows import advice, compare, fitting, other_layers, shortages, usable
 from ds_sft.recipe import low_rank
 from ds_sft.recipe.named import RECIPES
 
@@ -293,8 +285,14 @@ def test_a_file_for_another_number_of_ranks_is_left_out_and_said(
         (["--gpu-memory", "24GiB", "--nvme-path", "/nowhere"], "is not a directory"),
         (["--gpu-memory", "24GiB", "--world-size", "0"], "must be from 1"),
         (["--gpu-memory", "24GiB", "--max-seq-len", "65536"], "was made for 40960"),
+        (["--gpu-memory", "9" * 400 + "TiB"], "is not a size"),
+        (["--gpu-memory", "9000000TiB"], "is more than any machine has"),
+        (["--gpu-memory", "24GiB", "--nvme-path", "/dev/shm"], "is host memory and no disk"),
+        (["--gpu-memory", "24GiB", "--train-batch-size", "65"], "cannot be split into 2 loss"),
         (["--gpu-memory", "24GiB", "--configs", "/nowhere"], "does not exist"),
         (["--gpu-memory", "24GiB", "--write", "/nowhere/my.json"], "cannot be written"),
+        (["--gpu-memory", "24GiB", "--write", "/tmp"], "cannot be written: is a directory"),
+        (["--gpu-memory", "24GiB", "--write", str(SHIPPED / "zero3.json")], "name another"),
         (["--gpu-memory", "24GiB", "--compute-dtype", "float32", "--grad-reduce-dtype",
           "bfloat16"], "--grad-reduce-dtype float32"),
     ],
@@ -329,6 +327,29 @@ def test_bad_models_end_in_one_line(content: str | None, message: str, tmp_path:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         model_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tie_word_embeddings": "false"}, {"hidden_act": "nothing"}, {"model_type": None}]
+)
+def test_a_config_that_transformers_refuses_is_one_line(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    code, _, err = run(capsys, "--model-id", tmp_path, "--host-memory", "64GiB", "--gpu-memory",
+                       "24GiB", "--configs", SHIPPED)  # fmt: skip
+    assert (code, err.count("\n")) == (2, 1)
+    assert "transformers cannot build a model from" in err
+
+
+def test_loss_groups_round_up_as_in_training_and_idle_slots_are_said(model_dir: Path) -> None:
+    asked = FitFlags(model_id=str(model_dir), configs=SHIPPED, world_size=48)
+    question = question_about(model_of(str(model_dir)), asked)
+    assert question.batches.micro_per_step == 2  # 32 packs of a group on 48 ranks, twice
+    assumed = rates.assumed(24 * GIB, several_nodes=True)
+    assert "33% of a step's pack slots idle" in fit_view.assumptions(question, assumed)[0]
+    several = replace(question, flags=replace(asked, world_size=32))
+    assert not any("idle" in line for line in fit_view.assumptions(several, assumed))
 
 
 def test_without_a_gpu_its_memory_must_be_named(

@@ -36,8 +36,9 @@ TEXT_PARTS = {
 
 _SUFFIX = "ForCausalLM"
 TO_BE_CHECKED = (
-    "that packed documents do not see each other, which layers have windows or soft caps, what "
-    "multiplies embeddings and logits, and that an export loads"
+    "that packed documents do not see each other, that only distances between positions count, "
+    "which layers have windows or soft caps, what multiplies embeddings and logits, and that an "
+    "export loads"
 )
 _MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")
 # They look at the positions of the whole row, which here runs over several documents.

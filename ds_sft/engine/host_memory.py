@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ds_sft.engine.config import BUFFERS_OF_ADAM
 
 if TYPE_CHECKING:
-    from ds_sft.engine.memory import Setup
+    from ds_sft.engine.setup import Setup
 
 SUM_BYTES = 4  # of the sum over microbatches
 OFFLOADED_BYTES = 20  # of a parameter in float32, see `offloaded_bytes`

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from ds_sft.data.model_files import ModelFiles
 from ds_sft.engine import host_memory, machine
 from ds_sft.engine.config import read_json
-from ds_sft.engine.memory import DEFAULTS, Setup
+from ds_sft.engine.memory import DEFAULTS
+from ds_sft.engine.setup import Setup
 from ds_sft.errors import ConfigError
 
 Memory = Literal["gpu", "host"]

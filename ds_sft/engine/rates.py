@@ -14,7 +14,8 @@ from typing import Any
 
 from ds_sft.data.geometry import width_times_context
 from ds_sft.engine.host_memory import device
-from ds_sft.engine.memory import DEFAULTS, GIB, Setup
+from ds_sft.engine.memory import DEFAULTS, GIB
+from ds_sft.engine.setup import Setup
 
 GRADIENT_BYTES = 4  # of the sum over microbatches, per parameter
 WEIGHT_FETCHES = 3  # of a microbatch: forward, recomputation, backward
@@ -75,8 +76,6 @@ class Work:
     """Of one rank in an optimizer step."""
     micro_flops: float
     """Of one microbatch, recomputation included."""
-    step_tokens: int
-    """Tokens of all ranks in an optimizer step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

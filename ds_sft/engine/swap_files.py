@@ -68,10 +68,10 @@ def check(ds_config: dict[str, Any], model: ModelFiles | None, world_size: int) 
     if model is not None and "offload_param" in paths(ds_config):
         _check_buffers(ds_config["zero_optimization"]["offload_param"], model, world_size)
     for path, size in needed.items():
-        free = shutil.disk_usage(path).free + sum(map(size_of, abandoned(path)))
-        if free < size:
+        room = free(path)
+        if room < size:
             raise ConfigError(
-                f"nvme_path {path} has {free / 1e9:.1f} GB free, but {here} ranks of this host "
+                f"nvme_path {path} has {room / 1e9:.1f} GB free, but {here} ranks of this host "
                 f"swap {size / 1e9:.1f} GB to it: make room, or name another --nvme-path"
             )
 
@@ -192,6 +192,11 @@ def _is_held(directory: Path) -> bool:
     except OSError:
         return True  # held, or another user's
     return False
+
+
+def free(path: Path) -> int:
+    """Bytes that swap files may take at `path`; what dead runs left is removed before."""
+    return shutil.disk_usage(path).free + sum(map(size_of, abandoned(path)))
 
 
 def size_of(directory: Path) -> int:

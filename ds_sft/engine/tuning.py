@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_sft.engine.config import BUFFERS_OF_ADAM
 from ds_sft.engine.host_memory import device
-from ds_sft.engine.memory import Setup
+from ds_sft.engine.setup import Setup
 
 SMALL = 100_000  # elements: norms stay on every rank
 PARAM_BUFFERS = 5  # one in use, the others read ahead or written behind

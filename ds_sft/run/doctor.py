@@ -20,6 +20,7 @@ from ds_sft.engine import ops, placement, swap_files
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.recipe.named import RECIPES
+from ds_sft.run import doctor_build
 from ds_sft.run import doctor_checks as checks
 from ds_sft.run.doctor_checks import Check, Kind
 
@@ -80,7 +81,9 @@ def _has_gpu() -> bool:
 
 def build() -> None:
     """Build what can be built; what cannot is in the table afterwards, with the reason here."""
-    missing = [row for row in (checks.compiler(), checks.ninja()) if row.state == "FAIL"]
+    missing = [
+        row for row in (doctor_build.compiler(), doctor_build.ninja()) if row.state == "FAIL"
+    ]
     if missing:
         print(f"[ops] nothing is built: {missing[0].name}: {missing[0].detail}", flush=True)
         return
@@ -101,11 +104,11 @@ def look(nvme_path: Path | None) -> Iterator[Check]:
     driver = checks.versions_of_driver()
     if driver is not None:
         yield driver
-    yield checks.compiler()
-    yield checks.ninja()
-    yield checks.operator("cpu_adam", minutes=2, stops="cpu")
-    yield checks.libaio()
-    yield checks.operator("async_io", minutes=6, stops="nvme")
+    yield doctor_build.compiler()
+    yield doctor_build.ninja()
+    yield doctor_build.operator("cpu_adam", minutes=2, stops="cpu")
+    yield doctor_build.libaio()
+    yield doctor_build.operator("async_io", minutes=6, stops="nvme")
     yield from checks.nvme(nvme_path)
     yield checks.shared_memory()
     yield checks.memory()

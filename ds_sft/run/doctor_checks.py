@@ -1,8 +1,9 @@
 """The checks of `ds-sft doctor`: each looks at one thing and says what to do about it.
 
 Owns what is looked at. Invariants: a check never raises and changes nothing; what fails says which
-kinds of runs it stops (`stops`) and names a remedy, or the JSON that does without. Leaves the table
-and the verdict to `doctor`. Imports torch only in functions.
+kinds of runs it stops (`stops`) and names a remedy, or the JSON that does without. Leaves compilers
+and operators to `doctor_build`, the table and the verdict to `doctor`. Imports torch only in
+functions.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ds_sft.engine import host_memory, machine, ops, placement, swap_files
+from ds_sft.engine import host_memory, machine, placement, swap_files
 from ds_sft.errors import ConfigError
 from ds_sft.run import disk
 
@@ -27,7 +27,6 @@ State = Literal["ok", "warn", "FAIL", "-"]
 Kind = Literal["all", "cpu", "nvme"]
 """Runs that a failure stops: every one, those with CPU Adam (any offload), those that use NVMe."""
 
-WITHOUT_OFFLOAD = "or use ds_configs/zero3.json, which needs none of it"
 WITHOUT_NVME = "or use ds_configs/zero3_offload_optimizer.json"
 _SLOW_DISK = 1e9  # bytes per second; below it the optimizer waits for the disk in every step
 _FEW_FILES = 4096
@@ -48,74 +47,6 @@ class Check:
     """What to do, for anything but ok."""
     stops: tuple[Kind, ...] = ()
     """What cannot run; only of a failure."""
-
-
-def compiler() -> Check:
-    """The C++ compiler that torch will call."""
-    asked = os.environ.get("CXX", "c++")
-    found = shutil.which(asked)
-    if found is None:
-        return Check(
-            name="C++ compiler", state="FAIL", detail=f"no `{asked}` in PATH",
-            advice=f"install g++ (Debian: apt-get install g++), {WITHOUT_OFFLOAD}",
-            stops=("cpu", "nvme"),
-        )  # fmt: skip
-    return Check(name="C++ compiler", state="ok", detail=found)
-
-
-def ninja() -> Check:
-    """ninja, which torch runs also to find that there is nothing to build."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    found = shutil.which("ninja", path=path)
-    if found is None:
-        return Check(
-            name="ninja", state="FAIL", detail="not in PATH, nor beside this Python",
-            advice=f"pip install ninja, {WITHOUT_OFFLOAD}", stops=("cpu", "nvme"),
-        )  # fmt: skip
-    return Check(name="ninja", state="ok", detail=found)
-
-
-def libaio() -> Check:
-    """libaio's header and library, as DeepSpeed's builder will find them."""
-    name = "libaio"
-    if ops.is_built("async_io"):
-        return Check(name=name, state="ok", detail="async_io is built with it")
-    if compiler().state == "FAIL":
-        return Check(name=name, state="-", detail="not looked for without a compiler")
-    found = ops.builder("async_io")
-    if found is None or not found.is_compatible(verbose=False):
-        return Check(
-            name=name, state="FAIL", detail="its headers are not found",
-            advice="install them (Debian: scripts/install_nvme_deps.sh as root; elsewhere CFLAGS "
-            f"and LDFLAGS name the place), {WITHOUT_NVME}",
-            stops=("nvme",),
-        )  # fmt: skip
-    return Check(name=name, state="ok", detail="headers and library found")
-
-
-def operator(op: str, *, minutes: int, stops: Kind) -> Check:
-    """Whether an operator is built, or waits for a lock that nobody holds."""
-    held = ops.locks(ops.extension_root(), ops.names_of([op]))
-    stale = [lock for lock in held if ops.is_stale(lock)]
-    if stale:
-        return Check(
-            name=op, state="FAIL",
-            detail=f"{stale[0]} is left from a build that was killed: a run would wait for ever",
-            advice="`ds-sft doctor --build` removes it and builds", stops=(stops,),
-        )  # fmt: skip
-    if held:
-        return Check(
-            name=op, state="warn", detail=f"is being built ({held[0]})", advice="wait for it"
-        )
-    if not ops.is_built(op):
-        return Check(
-            name=op, state="warn",
-            detail="not built by this environment; the first run that needs it will, in about "
-            f"{minutes} minutes",
-            advice="`ds-sft doctor --build` does it now; TORCH_EXTENSIONS_DIR, one for each "
-            "environment, keeps them apart",
-        )  # fmt: skip
-    return Check(name=op, state="ok", detail="built")
 
 
 def nvme(path: Path | None) -> Iterator[Check]:
@@ -248,7 +179,16 @@ def gpu() -> Check:
     """The CUDA devices."""
     import torch
 
-    if not torch.cuda.is_available():
+    asked = os.environ.get("DS_ACCELERATOR", "")
+    here = torch.cuda.is_available()
+    if asked not in ("", "cpu", "cuda") or (asked == "cuda" and not here):
+        why = "no CUDA device is seen" if asked == "cuda" else "ds_sft knows cuda and cpu"
+        return Check(
+            name="GPU", state="FAIL",
+            detail=f"DS_ACCELERATOR={asked}, but {why}",
+            advice="unset it", stops=("all",),
+        )  # fmt: skip
+    if not here:
         why = "torch was built without CUDA" if torch.version.cuda is None else "no device is seen"
         return Check(
             name="GPU", state="warn", detail=f"none: {why}",

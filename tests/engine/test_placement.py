@@ -13,6 +13,7 @@ from harness import ROOT
 
 from ds_sft.engine import host_memory, machine, memory, placement
 from ds_sft.engine.config import read_json
+from ds_sft.engine.setup import Setup
 
 SHIPPED = ROOT / "ds_configs"
 
@@ -128,7 +129,7 @@ def test_the_start_of_a_run_counts_what_fit_counts(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     values = {**read_json(SHIPPED / name), "bf16": {"enabled": True}}
-    sizes = memory.Setup(
+    sizes = Setup(
         numels={"w": 10**9}, tied=False, world_size=4, gpus_per_node=2, compute_bytes=2,
         reduce_bytes=4,
     )  # fmt: skip

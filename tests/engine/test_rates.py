@@ -11,8 +11,9 @@ import pytest
 from ds_sft.data.architectures import expected_shapes
 from ds_sft.data.model_files import ModelFiles
 from ds_sft.engine import rates
-from ds_sft.engine.memory import GIB, Setup
+from ds_sft.engine.memory import GIB
 from ds_sft.engine.rates import Rates, Work, assumed, micro_flops, seconds
+from ds_sft.engine.setup import Setup
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": 64,
@@ -38,7 +39,7 @@ def setup(world_size: int = 1) -> Setup:
 
 
 def of(zero: dict, speeds: Rates = RATES, world_size: int = 1, flops: float = 1e9) -> rates.Seconds:
-    work = Work(microbatches=4, micro_flops=flops, step_tokens=1)
+    work = Work(microbatches=4, micro_flops=flops)
     return seconds(setup(world_size), {"zero_optimization": zero}, speeds, work)
 
 
@@ -90,7 +91,7 @@ def test_cpu_adam_is_bound_by_host_memory_and_nvme_by_the_disk() -> None:
 def test_an_update_moves_the_bytes_that_the_optimizer_has() -> None:
     total, bf16 = sum(NUMELS.values()), {"enabled": True, "bf16_master_weights_and_grads": True,
                                          "bf16_optimizer_states": True}  # fmt: skip
-    work = Work(microbatches=1, micro_flops=1.0, step_tokens=1)
+    work = Work(microbatches=1, micro_flops=1.0)
     apollo = seconds(replace(setup(), moments=1000), {"zero_optimization": {}}, RATES, work)
     assert apollo.update == pytest.approx((2 * 4 * total + 4 * 4 * 1000 + 8 * total) / 1e8)
     halved = seconds(setup(), {"zero_optimization": {}, "bf16": bf16}, RATES, work)

@@ -12,7 +12,8 @@ from ds_sft.data.architectures import expected_shapes
 from ds_sft.engine import memory, swap_files
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.engine.host_memory import device
-from ds_sft.engine.memory import Activations, Setup
+from ds_sft.engine.memory import Activations
+from ds_sft.engine.setup import Setup
 from ds_sft.engine.tuning import tuned
 from ds_sft.recipe.named import RECIPES
 

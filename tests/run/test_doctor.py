@@ -19,7 +19,7 @@ from harness import ROOT
 
 from ds_sft.engine import machine, ops, swap_files
 from ds_sft.errors import ConfigError
-from ds_sft.run import disk, doctor
+from ds_sft.run import disk, doctor, doctor_build
 from ds_sft.run import doctor_checks as checks
 from ds_sft.run.doctor import DoctorFlags
 from ds_sft.run.doctor_checks import Check
@@ -62,13 +62,13 @@ def put_operator(root: Path, name: str, built_by: str) -> None:
 
 
 def test_no_compiler_stops_offload_and_names_the_json_without(empty_path: Path) -> None:
-    row = checks.compiler()
+    row = doctor_build.compiler()
     assert (row.state, row.stops) == ("FAIL", ("cpu", "nvme"))
     assert "no `c++` in PATH" in row.detail
     assert "install g++" in row.advice
     assert "ds_configs/zero3.json" in row.advice
     program(empty_path, "c++")
-    assert checks.compiler().state == "ok"
+    assert doctor_build.compiler().state == "ok"
 
 
 def test_the_compiler_is_the_one_that_torch_calls(
@@ -76,7 +76,7 @@ def test_the_compiler_is_the_one_that_torch_calls(
 ) -> None:
     program(empty_path, "c++")
     monkeypatch.setenv("CXX", "my-compiler")
-    assert "no `my-compiler` in PATH" in checks.compiler().detail
+    assert "no `my-compiler` in PATH" in doctor_build.compiler().detail
 
 
 def test_ninja_beside_python_counts_though_it_is_not_in_path(
@@ -85,27 +85,51 @@ def test_ninja_beside_python_counts_though_it_is_not_in_path(
     beside = empty_path / "other"
     beside.mkdir()
     monkeypatch.setattr(sys, "executable", str(beside / "python"))
-    row = checks.ninja()
+    row = doctor_build.ninja()
     assert (row.state, row.stops) == ("FAIL", ("cpu", "nvme"))
     assert "pip install ninja" in row.advice
     program(beside, "ninja")
-    assert checks.ninja().state == "ok"
+    assert doctor_build.ninja().state == "ok"
 
 
 def test_an_operator_is_missing_then_built(extensions: Path) -> None:
     import deepspeed
 
-    row = checks.operator("cpu_adam", minutes=2, stops="cpu")
+    row = doctor_build.operator("cpu_adam", minutes=2, stops="cpu")
     assert (row.state, row.stops) == ("warn", ())
     assert "about 2 minutes" in row.detail
     assert "doctor --build" in row.advice
     put_operator(extensions, "cpu_adam", str(Path(deepspeed.__file__).parent))
-    assert checks.operator("cpu_adam", minutes=2, stops="cpu").state == "ok"
+    assert doctor_build.operator("cpu_adam", minutes=2, stops="cpu").state == "ok"
+
+
+def test_an_operator_that_could_not_be_built_anywhere_is_a_failure(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extensions.parent.mkdir(exist_ok=True)
+    (extensions.parent / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions.parent / "file/below"))
+    row = doctor_build.operator("cpu_adam", minutes=2, stops="cpu")
+    assert (row.state, row.stops) == ("FAIL", ("cpu",))
+    assert "TORCH_EXTENSIONS_DIR" in row.advice
+
+
+@pytest.mark.parametrize("name", ["cuda", "tpu"])
+def test_an_accelerator_that_is_not_here_stops_every_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("DS_ACCELERATOR", name)
+    row = checks.gpu()
+    assert (row.state, row.stops) == ("FAIL", ("all",))
+    assert f"DS_ACCELERATOR={name}" in row.detail
 
 
 def test_what_another_environment_built_would_be_built_again(extensions: Path) -> None:
     put_operator(extensions, "cpu_adam", "/somewhere/else/deepspeed")
-    row = checks.operator("cpu_adam", minutes=2, stops="cpu")
+    row = doctor_build.operator("cpu_adam", minutes=2, stops="cpu")
     assert row.state == "warn"
     assert "not built by this environment" in row.detail
     assert "TORCH_EXTENSIONS_DIR" in row.advice
@@ -115,19 +139,21 @@ def test_async_io_needs_what_it_loads_first(extensions: Path) -> None:
     import deepspeed
 
     put_operator(extensions, "async_io", str(Path(deepspeed.__file__).parent))
-    assert checks.operator("async_io", minutes=6, stops="nvme").state == "warn"
+    assert doctor_build.operator("async_io", minutes=6, stops="nvme").state == "warn"
     put_operator(extensions, "pin_memory", str(Path(deepspeed.__file__).parent))
-    assert checks.operator("async_io", minutes=6, stops="nvme").state == "ok"
+    assert doctor_build.operator("async_io", minutes=6, stops="nvme").state == "ok"
 
 
 def test_a_stale_lock_stops_runs_that_would_wait_for_ever(extensions: Path) -> None:
     lock = extensions / "cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    assert checks.operator("cpu_adam", minutes=2, stops="cpu").state == "warn"  # young: in use
+    assert (
+        doctor_build.operator("cpu_adam", minutes=2, stops="cpu").state == "warn"
+    )  # young: in use
     long_ago = time.time() - 600
     os.utime(lock, (long_ago, long_ago))
-    row = checks.operator("cpu_adam", minutes=2, stops="cpu")
+    row = doctor_build.operator("cpu_adam", minutes=2, stops="cpu")
     assert (row.state, row.stops) == ("FAIL", ("cpu",))
     assert str(lock) in row.detail
     assert "doctor --build" in row.advice
@@ -139,8 +165,8 @@ def test_a_lock_of_what_an_operator_loads_first_stops_it_too(extensions: Path) -
     lock.parent.mkdir(parents=True)
     lock.touch()
     os.utime(lock, (1, 1))
-    assert checks.operator("async_io", minutes=6, stops="nvme").state == "FAIL"
-    assert checks.operator("cpu_adam", minutes=2, stops="cpu").state == "warn"
+    assert doctor_build.operator("async_io", minutes=6, stops="nvme").state == "FAIL"
+    assert doctor_build.operator("cpu_adam", minutes=2, stops="cpu").state == "warn"
 
 
 def only(path: Path | None) -> Check:
@@ -389,20 +415,20 @@ def test_nothing_is_built_without_a_compiler(
 
 @pytest.mark.usefixtures("extensions", "empty_path")
 def test_without_a_compiler_nobody_looks_for_libaio() -> None:
-    assert checks.libaio().state == "-"
+    assert doctor_build.libaio().state == "-"
 
 
 @pytest.mark.usefixtures("extensions")
 def test_missing_headers_of_libaio_name_the_json_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "compiler", lambda: row("ok"))
+    monkeypatch.setattr(doctor_build, "compiler", lambda: row("ok"))
     builder = SimpleNamespace(is_compatible=lambda verbose: False)
     monkeypatch.setattr(ops, "builder", lambda op: builder)
-    said = checks.libaio()
+    said = doctor_build.libaio()
     assert (said.state, said.stops) == ("FAIL", ("nvme",))
     assert "install_nvme_deps.sh" in said.advice
     assert "ds_configs/zero3_offload_optimizer.json" in said.advice
     builder.is_compatible = lambda verbose: True
-    assert checks.libaio().state == "ok"
+    assert doctor_build.libaio().state == "ok"
 
 
 @pytest.mark.usefixtures("quiet_machine")

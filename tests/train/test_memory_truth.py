@@ -13,6 +13,7 @@ from harness import Training, launch_many
 from ds_sft.data.model_files import read_model
 from ds_sft.engine import gathering, memory
 from ds_sft.engine.config import engine_config
+from ds_sft.engine.setup import Setup
 from ds_sft.recipe.named import RECIPES
 
 ZERO = {
@@ -80,7 +81,7 @@ def predicted(model_dir: Path, name: str, world_size: int, dtype: str) -> dict[s
         {"zero_optimization": CONFIGS[name]}, name, recipe, world_size=world_size,
         per_device_batch=PACKS,
     )  # fmt: skip
-    setup = memory.Setup(
+    setup = Setup(
         numels={n: math.prod(shape) for n, (shape, _) in model.tensors.items()}, tied=model.tied,
         world_size=world_size, gpus_per_node=world_size,
         compute_bytes=2 if dtype == "bfloat16" else 4, reduce_bytes=4,
