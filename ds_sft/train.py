@@ -192,8 +192,7 @@ def start(plan: Plan, stopping: Stopping, threads: str) -> tuple[Plan, Any, Save
     engine = build.build_engine(run, recipe, plan.ds_config, model)
     saver = Saver(engine, run, recipe, plan.ds_config, plan.data, model, tokenizer_dir)
     for note in plan.notes:
-        if not note.startswith("passed over: "):  # said with its new name, when it is set aside
-            build.say(f"[init] note: {note}")
+        build.say(f"[init] note: {note}")
     stopping.use_group(saver.prompt)
     first = saver.resume(plan.resume_from, interrupted=stopping.agreed)
     if not run.skip_checks:

@@ -218,11 +218,12 @@ class Recipe:
 
     def _check_optimizer(self) -> None:
         _choice("optimizer", self.optimizer, OPTIMIZERS)
-        if self.optimizer != "adamw" and self.master_dtype != "float32":
-            raise ConfigError(
-                f"optimizer={self.optimizer} with master_dtype={self.master_dtype} is not "
-                "possible: its arithmetic is float32: use master_dtype=float32 or optimizer=adamw"
-            )
+        for name in ("master_dtype", "optimizer_state_dtype"):
+            if self.optimizer != "adamw" and getattr(self, name) != "float32":
+                raise ConfigError(
+                    f"optimizer={self.optimizer} with {name}={getattr(self, name)} is not "
+                    f"possible: its arithmetic is float32: use {name}=float32 or optimizer=adamw"
+                )
         for name in ("apollo_rank", "apollo_scale", "apollo_update_proj_gap"):
             value = getattr(self, name)
             if value is None:
