@@ -21,6 +21,8 @@ from ds_sft.recipe.recipe import NO_FP8, Recipe, asks_for_fp8
 
 _NEVER = 2**31 - 1
 BUFFERS_OF_ADAM = 4
+BUFFERS_OF_PARAMS = 2
+DIRECT_BYTES = 4096
 _SHORT_DTYPE = {"bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -42,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg} "
             "(comments and trailing commas are not allowed)"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--deepspeed-config {path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds {_shown(value)}, not a JSON object: write {{...}}")
@@ -76,7 +78,8 @@ def engine_config(
             f"{where}: `zero_optimization.stage` is {zero['stage']}: ds_sft is built on stage 3"
         )
     _check_offload(zero, where, world_size)
-    _check_nvme(zero, where, nvme_path)
+    on_nvme = _place_on_nvme(zero, where, nvme_path)
+    _check_swapping(zero, json_dict.get("aio", {}), on_nvme, where)
     owned: dict[str, Any] = {
         "train_batch_size": per_device_batch * world_size,
         "train_micro_batch_size_per_gpu": per_device_batch,
@@ -224,13 +227,10 @@ def _check_offload(zero: dict[str, Any], where: str | Path, world_size: int) -> 
         )
 
 
-def _check_nvme(zero: dict[str, Any], where: str | Path, nvme_path: Path | None) -> None:
-    """Write the path into the sections that are on NVMe; refuse what would fail in a step."""
-    on_nvme = [
-        name
-        for name in ("offload_optimizer", "offload_param")
-        if zero.get(name, {}).get("device") == "nvme"
-    ]
+def _place_on_nvme(zero: dict[str, Any], where: str | Path, nvme_path: Path | None) -> list[str]:
+    """Write the path into the sections that are on NVMe, whose names are returned."""
+    on_nvme = [name for name in ("offload_optimizer", "offload_param")
+               if zero.get(name, {}).get("device") == "nvme"]  # fmt: skip
     if nvme_path is not None and not on_nvme:
         raise ConfigError(
             f"--nvme-path {nvme_path}: {where} puts nothing on NVMe: drop the flag, or use "
@@ -246,10 +246,29 @@ def _check_nvme(zero: dict[str, Any], where: str | Path, nvme_path: Path | None)
                 "local NVMe disk there, or with --nvme-path"
             )
         zero[name] = section
+    return on_nvme
+
+
+def _check_swapping(
+    zero: dict[str, Any], aio: dict[str, Any], on_nvme: list[str], where: str | Path
+) -> None:
+    """Refuse sizes with which DeepSpeed's swapping fails, hangs or reads something else."""
+    block = aio.get("block_size", DIRECT_BYTES)
+    if on_nvme and block % DIRECT_BYTES:
+        raise ConfigError(
+            f"{where}: `aio.block_size` is {block:,}, but direct reads and writes want a multiple "
+            f"of {DIRECT_BYTES:,}: use 1048576"
+        )
     if "offload_param" in on_nvme and zero.get("stage3_max_reuse_distance") != 0:
         raise ConfigError(
             f"{where}: `zero_optimization.stage3_max_reuse_distance` must be 0 with offload_param "
             "on NVMe: DeepSpeed fails when it wants to keep more parameters than it has buffers"
+        )
+    count = zero.get("offload_param", {}).get("buffer_count", BUFFERS_OF_PARAMS)
+    if "offload_param" in on_nvme and count < BUFFERS_OF_PARAMS:
+        raise ConfigError(
+            f"{where}: `zero_optimization.offload_param.buffer_count` is {count}, but DeepSpeed "
+            f"holds {BUFFERS_OF_PARAMS} parameters at a time: use 5"
         )
     if "offload_optimizer" not in on_nvme:
         return

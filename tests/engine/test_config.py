@@ -150,6 +150,19 @@ def test_the_optimizer_follows_the_offload(zero: dict[str, Any], kind: str) -> N
             "`zero_optimization.stage3_max_reuse_distance` must be 0",
         ),
         (
+            {"zero_optimization": {"offload_optimizer": NVME}, "aio": {"block_size": 1000001}},
+            "multiple of 4,096: use 1048576",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "offload_param": {**NVME, "buffer_count": 1},
+                    "stage3_max_reuse_distance": 0,
+                }
+            },
+            "buffer_count` is 1, but DeepSpeed holds 2",
+        ),
+        (
             {"zero_optimization": {"offload_optimizer": {**NVME, "buffer_count": 3}}},
             "buffer_count` must be at least 4: 4 for a",
         ),
@@ -211,6 +224,7 @@ def paths_of(values: dict[str, Any], prefix: str = "") -> list[str]:
     ("text", "said"),
     [
         ("{", r"my\.json:1:2: not JSON"),
+        ("[" * 100_000, "cannot be read: maximum recursion depth"),
         ('{"a": 1,}', r"my\.json:1:9: not JSON"),
         ("// x\n{}", r"my\.json:1:1: not JSON.*comments"),
         ("[1]", r"holds \[1\], not a JSON object"),
