@@ -37,6 +37,12 @@ from ds_sft.model.partitions import (
 from ds_sft.model.sft import SftModel, arrange
 from ds_sft.recipe.decay import kind_decays
 
+# What transformers raises for a config.json with values that it cannot build a model of.
+REFUSALS = (
+    StrictDataclassError, AttributeError, IndexError, KeyError, TypeError, ValueError,
+    ZeroDivisionError,
+)  # fmt: skip
+
 
 def build_partitioned(
     source: ModelFiles,
@@ -58,9 +64,7 @@ def build_partitioned(
     config, model_class = config_and_class(source.config)
     # zero.Init takes its dtype from the config; its own dtype argument turns into bf16 on a CPU.
     with deepspeed.zero.Init(config_dict_or_path=ds_config), no_init_weights():
-        causal_lm = model_class._from_config(
-            config, attn_implementation=attention.NAME, dtype=dtype
-        )
+        causal_lm = empty_model(config, model_class, dtype)
     causal_lm.tie_weights()  # left out with the initialisation
     _rebuild_buffers(causal_lm)
     require_plain_decoder(causal_lm)
@@ -79,6 +83,22 @@ def build_partitioned(
             # In the precision of the file: nothing rounds it once more for an export.
             buffer.data = files.whole(name, tuple(buffer.shape)).to(buffer.device)
     return model
+
+
+def empty_model(config: Any, model_class: Any, dtype: torch.dtype) -> Any:
+    """A model without weights. Raises ConfigError for values that transformers cannot build."""
+    try:
+        return model_class._from_config(config, attn_implementation=attention.NAME, dtype=dtype)
+    except REFUSALS as error:
+        raise _refused(error) from None
+
+
+def _refused(error: Exception) -> ConfigError:
+    said = " ".join(str(error).split())
+    return ConfigError(
+        f"transformers {transformers.__version__} refuses the model's config.json: "
+        f"{type(error).__name__} {said}: copy the model again"
+    )
 
 
 def _random_part(parameter: Any, deviation: float) -> torch.Tensor:
@@ -101,11 +121,8 @@ def config_and_class(config: dict[str, Any]) -> tuple[Any, Any]:
             f"transformers {transformers.__version__} has no causal language model for the model's "
             f"config.json ({error}): use a model that it knows, or a newer transformers"
         ) from None
-    except (StrictDataclassError, AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"transformers {transformers.__version__} refuses the model's config.json: "
-            f"{' '.join(str(error).split())}: copy the model again"
-        ) from None
+    except REFUSALS as error:
+        raise _refused(error) from None
     made.use_cache = False
     return made, model_class
 

@@ -17,7 +17,7 @@ from ds_sft.errors import ConfigError
 from ds_sft.model import attention
 from ds_sft.model.kinds import parameter_kinds
 from ds_sft.model.layers import LayerChoices
-from ds_sft.model.load import config_and_class
+from ds_sft.model.load import config_and_class, empty_model
 from ds_sft.model.sft import DeviceBatch, SftModel, arrange
 from ds_sft.recipe.decay import kind_decays, kind_of_name
 
@@ -151,6 +151,14 @@ def test_a_config_that_transformers_refuses_is_an_error_of_ours_in_one_line() ->
     config = {**families.config_of("qwen3").to_dict(), "vocab_size": "many"}
     with pytest.raises(ConfigError, match=r"transformers .* refuses .*vocab_size") as caught:
         config_and_class(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_activation_that_transformers_does_not_know_is_one_line() -> None:
+    source = {**families.config_of("qwen3").to_dict(), "hidden_act": "silly"}
+    config, model_class = config_and_class(source)
+    with pytest.raises(ConfigError, match=r"refuses .*config.json: KeyError .*silly") as caught:
+        empty_model(config, model_class, torch.float32)
     assert "\n" not in str(caught.value)
 
 
