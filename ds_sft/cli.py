@@ -116,17 +116,31 @@ def reporting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tidy_pipe() -> Iterator[None]:
-    """`ds-sft plan | head`: a reader that has enough is no failure.
+    """`ds-sft plan | head`: a reader that has enough is no failure; a full disk is one, in a line.
 
     For the commands only: in training a lost console must never look like a success.
     """
+    if sys.stdout is None:  # closed by the shell
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # Without this the interpreter would complain when it flushes at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         raise SystemExit(0) from None
+    except OSError as error:
+        try:
+            print(flush=True)  # was it stdout, which then fails again, or a file?
+        except OSError:
+            _drop_stdout()
+            say(f"error: standard output cannot be written: {error.strerror}")
+            raise SystemExit(1) from None
+        raise
+
+
+def _drop_stdout() -> None:
+    """Lead stdout nowhere: the interpreter would complain when it flushes at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report(error: DsSftError) -> NoReturn:

@@ -61,7 +61,8 @@ def parse_with_recipe(cls: type[T], argv: Sequence[str], prog: str) -> T:
     what `--preset` says, and over that what was given.
     """
     argv = accept_old_spellings(argv)
-    name = _peek(argv, "--recipe") or DEFAULT_RECIPE
+    asked = _peek(argv, "--recipe")
+    name = DEFAULT_RECIPE if asked is None else asked
     base, entry = load_recipe(name), entry_named(name)
     given = given_flags(argv)
     if not {"model_id", "allow_unverified"} & given:

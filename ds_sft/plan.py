@@ -69,6 +69,8 @@ class Plan:
     """Whose tokenizer the exports get; None only while the model is None."""
     resume_from: resume.ResumePoint | None
     """The checkpoint that the run goes on from; None when it starts at step 0."""
+    passed_over: list[str]
+    """Checkpoints that are not whole, and why."""
     notes: list[str] = field(default_factory=list)
     """What could not be checked, and what is odd but allowed."""
 
@@ -156,7 +158,10 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
             moments=low_rank.moments_of(model.shapes, recipe, world_size),
         )  # fmt: skip
         notes += [warning] if warning else []
-    point = _check_resume(run, recipe, data, model, tokenizer_dir, world_size, notes)
+    changes.check_fields(run.allow_change)
+    point, broken = resume.find(run)
+    if point is not None:
+        notes += _check_resume(point, run, recipe, data, model, tokenizer_dir, world_size)
     if recipe.departures:
         notes.append(f"NOT LEVANTER'S CURVE: {', '.join(recipe.departures)}")
     _note_oddities(run, recipe, schedule, batches, model, notes)
@@ -171,6 +176,7 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         model=model,
         tokenizer_dir=tokenizer_dir,
         resume_from=point,
+        passed_over=list(broken.values()),
         notes=notes,
     )
 
@@ -223,20 +229,15 @@ def _check_generation_config(run: RunConfig, model: ModelFiles | None) -> None:
 
 
 def _check_resume(
+    point: resume.ResumePoint,
     run: RunConfig,
     recipe: Recipe,
     data: PackedDataset,
     model: ModelFiles | None,
     tokenizer_dir: Path | None,
     world_size: int,
-    notes: list[str],
-) -> resume.ResumePoint | None:
-    """The checkpoint to go on from; refuses one that belongs to something else."""
-    changes.check_fields(run.allow_change)
-    point, broken = resume.find(run)
-    notes += [f"passed over: {reason}" for reason in broken.values()]
-    if point is None:
-        return None
+) -> list[str]:
+    """What is said about going on from `point`; refuses one that belongs to something else."""
     changed = changes.check(
         point,
         recipe,
@@ -251,8 +252,7 @@ def _check_resume(
             "of this run: use a larger --num-train-steps, or another --out"
         )
     steps = f"{point.completed} of {recipe.num_train_steps} steps are done"
-    notes += [f"goes on from {point.path}: {steps}", *changed]
-    return point
+    return [f"goes on from {point.path}: {steps}", *changed]
 
 
 def _note_oddities(

@@ -212,7 +212,13 @@ def _check_exportable(directory: Path, model: ModelFiles | None) -> list[str]:
             "prepare the data with --chat-template FILE"
         )
     content = _json_object(directory / "tokenizer.json")
-    size = _num_tokens(content)
+    try:
+        size = _num_tokens(content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{directory}/tokenizer.json is not a tokenizer ({error}): copy it again, or run "
+            "`ds-sft prepare` again"
+        ) from None
     if model is None or size <= model.vocab_size:
         return []
     if needs_more_rows(directory, content, model.vocab_size):

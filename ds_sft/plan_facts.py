@@ -57,7 +57,11 @@ def facts(plan: Plan) -> dict[str, Any]:
         "optimizer": _optimizer_text(plan),
         "routes": _routes(plan),
         "ds_config": plan.ds_config,
-        "notes": [*presets.describe(plan.run.preset, plan.run.preset_origins), *plan.notes],
+        "notes": [
+            *presets.describe(plan.run.preset, plan.run.preset_origins),
+            *plan.notes,
+            *(f"passed over: {reason}" for reason in plan.passed_over),
+        ],
     }
 
 

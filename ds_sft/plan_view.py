@@ -176,11 +176,15 @@ def _disk_rows(disk: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _data_rows(data: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the data was made of and how; `--json` and the manifest itself say the rest."""
     rows = [("directory", data["path"]), ("manifest sha256", data["manifest_sha256"][:16])]
     rows.append(("tokenizer", data["tokenizer"] or "none stored with the data"))
-    for key, value in data["manifest"].items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        rows.append((key, text if len(text) <= 160 else text[:157] + "..."))
+    manifest = data["manifest"]
+    for key in ("chat_template", "masks", "sources", "rejected", "dropped_tokens"):
+        value = manifest.get(key)
+        if value:
+            text = value if isinstance(value, str) else json.dumps(value)
+            rows.append((key.replace("_", " "), text if len(text) <= 160 else text[:157] + "..."))
     return rows
 
 

@@ -226,7 +226,7 @@ def already_finished(plan: Plan) -> bool:
 
     Raises ConfigError for a finished run without the checkpoint that a longer one would need.
     """
-    from ds_sft.run.manifest import read_finished
+    from ds_sft.run.marker import read_finished
 
     run, steps = plan.run, plan.schedule.num_steps
     completed = read_finished(RunDir(run.run_dir))

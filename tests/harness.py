@@ -1,6 +1,7 @@
 """What several tests need: the golden tiny model and data as files, and real launches.
 
-The launches are those of a user: the `deepspeed` command, real ranks, gloo, a private port.
+The launches are those of a user: the `deepspeed` command, real ranks, gloo, a private port. Where
+many trainings are compared, `launch_many` does the launcher's work with what is imported already.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import importer
 import numpy as np
 import psutil
 
@@ -217,32 +219,40 @@ class Training:
     """Its own environment."""
     module: str = "ds_sft.train"
     """Whose `main` it is; a file beside many_runs.py may stand in."""
+    ranks: int = 0
+    """How many it has; 0 = as many as the others."""
 
 
-def launch_many(world_size: int, runs: list[Training], work: Path, **env: str) -> list[Result]:
-    """Run several trainings one after the other in one launch (see train/many_runs.py)."""
+def launch_many(
+    world_size: int, runs: list[Training], work: Path, *, timeout: float = 600, **env: str
+) -> list[Result]:
+    """Run several trainings one after the other on `world_size` ranks (see train/many_runs.py)."""
     work.mkdir(parents=True, exist_ok=True)
     spec_file = work / f"runs-{free_port()}.json"
     args = [[str(word) for word in run.args] for run in runs]
     spec = [
-        {"args": words, "env": run.env, "module": run.module, "port": str(free_port())}
+        {"args": words, "env": run.env, "module": run.module, "port": str(free_port()),
+         "ranks": run.ranks or world_size}
         for words, run in zip(args, runs, strict=True)
-    ]
+    ]  # fmt: skip
     spec_file.write_text(json.dumps(spec))
-    command = script_command(world_size, ROOT / "tests/train/many_runs.py")
     environment = cpu_env(**{"PYTHONPATH": str(ROOT), **env})
-    done = subprocess.run(
-        [*command, str(spec_file)], env=environment, cwd=ROOT, text=True, timeout=600, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
+    environment.pop("PYTEST_CURRENT_TEST", None)  # another in each test
+    try:
+        codes = importer.of(environment).run(spec_file, timeout)
+    except BaseException:
+        importer.end()
+        raise
     results = []
-    for i, words in enumerate(args):
-        base = spec_file.with_suffix(f".{i}")
-        codes = [int(Path(f"{base}.rank{rank}").read_text()) for rank in range(world_size)]
-        text = Path(f"{base}.log").read_text()
-        results.append(Result(Path(words[words.index("--out") + 1]), codes, text))
+    for i, (words, of_ranks) in enumerate(zip(args, codes, strict=True)):
+        text = spec_file.with_suffix(f".{i}.log").read_text()
+        results.append(Result(Path(words[words.index("--out") + 1]), of_ranks, text))
     return results
+
+
+def run_once(world_size: int, *args: object, work: Path) -> Result:
+    """One training without its launcher, like those of `launch_many`."""
+    return launch_many(world_size, [Training(list(args))], work)[0]
 
 
 class Running:

@@ -148,7 +148,7 @@ CASES: dict[str, Case] = {
     "log every 0": (lambda p: {"--log-every": 0}, "log-every=0 must be"),
     "out is a file": (lambda p: {"--out": p.write("run.txt", "")}, "is no directory"),
     # the recipe
-    "unknown recipe": (lambda p: {"--recipe": "qwen4"}, "use qwen3-8b, qwen3-4b"),
+    "unknown recipe": (lambda p: {"--recipe": "qwen4"}, "did you mean qwen3-4b? Known are"),
     "no recipe file": (lambda p: {"--recipe": p.root / "x.toml"}, "x.toml does not exist"),
     "recipe file is not TOML": (
         lambda p: {"--recipe": p.write("x.toml", "a = = 1")}, "x.toml cannot be read"),
@@ -176,6 +176,7 @@ CASES: dict[str, Case] = {
     "endless epochs": (lambda p: {"--epochs": "inf", "--num-train-steps": None}, "--epochs=inf"),
     "endless rate": (lambda p: {"--learning-rate": "inf"}, "learning_rate=inf"),
     "endless run": (lambda p: {"--num-train-steps": 10**11}, "num_train_steps=100000000000"),
+    "endless batch": (lambda p: {"--train-batch-size": 10**15}, "batch_size=1000000000000000"),
     "negative seed": (lambda p: {"--trainer-seed": -1}, "trainer_seed=-1"),
     "endless timeout": (lambda p: {"--collective-timeout-minutes": "inf"}, "timeout-minutes=inf"),
     "run inside the data": (lambda p: {"--out": p.data / "run"}, "lies in --data"),
@@ -245,7 +246,7 @@ CASES: dict[str, Case] = {
     "mixture of experts": (
         lambda p: p.edit_config(architectures=["Qwen3MoeForCausalLM"]), "mixture of experts"),
     "weights of another config": (
-        lambda p: p.edit_config(num_hidden_layers=5), "missing model.layers.2"),
+        lambda p: p.edit_config(num_hidden_layers=5, layer_types=None), "missing model.layers.2"),
     # resuming
     "no such checkpoint": (lambda p: {"--resume": p.root / "step-9"}, "step-9 is not a directory"),
     "checkpoint that is not whole": (resume_from_nothing, "step-3 has no meta.json"),
@@ -266,6 +267,7 @@ CASES: dict[str, Case] = {
     "out that an unset variable left empty": (lambda p: {"--out": ""}, "is a variable not set?"),
     "out with a tilde": (lambda p: {"--out": "~/run"}, "no shell has replaced the ~"),
     "out with a line break": (lambda p: {"--out": p.root / "a\nb"}, "has a line break"),
+    "out that is not UTF-8": (lambda p: {"--out": p.root / "r\udce4n"}, "is not UTF-8"),
     "out with too long a name": (lambda p: {"--out": p.root / ("x" * 256)}, "name too long"),
     "out that is a link to nothing": (
         lambda p: p.link("run"), "run is a link to nothing, which is not there"),

@@ -161,3 +161,21 @@ def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
     assert process.stderr.read() == b""
     assert process.wait(timeout=30) == 0
     process.stderr.close()
+
+
+@pytest.mark.parametrize("command", ["--help", "recipes"])
+def test_a_stdout_without_room_is_one_line_and_a_closed_one_none(command: str) -> None:
+    words = [sys.executable, "-m", "ds_sft", command]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "error: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    closed = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *words], capture_output=True, text=True, check=False
+    )
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+def test_a_file_without_room_is_not_taken_for_stdout() -> None:
+    with pytest.raises(OSError, match="No space"), cli._tidy_pipe():
+        Path("/dev/full").write_text("x")

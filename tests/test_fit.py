@@ -315,7 +315,11 @@ def test_bad_questions_end_in_one_line(
         ("{", "cannot be read"),
         ("[]", "is not a JSON object"),
         ('{"architectures": ["MixtralForCausalLM"]}', "mixture"),
-        ('{"architectures": ["Qwen3ForCausalLM"]}', "has no 'hidden_size'"),
+        ('{"architectures": ["Qwen3ForCausalLM"]}', "model_type=None"),
+        (
+            '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}',
+            "has no 'hidden_size'",
+        ),
     ],
 )
 def test_bad_models_end_in_one_line(content: str | None, message: str, tmp_path: Path) -> None:
@@ -325,9 +329,7 @@ def test_bad_models_end_in_one_line(content: str | None, message: str, tmp_path:
         model_of(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "changes", [{"tie_word_embeddings": "false"}, {"hidden_act": "nothing"}, {"model_type": None}]
-)
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": "false"}, {"hidden_act": "nothing"}])
 def test_a_config_that_transformers_refuses_is_one_line(
     changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

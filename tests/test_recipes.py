@@ -99,6 +99,13 @@ def test_an_unverified_entry_needs_a_flag_or_a_model_of_ones_own(words: list[str
     assert recipe.learning_rate == 2e-4
 
 
+def test_an_empty_name_is_no_name() -> None:
+    """What a shell makes of `--recipe "$RECIPE"` must not train the default in silence."""
+    for words in (["--recipe", ""], ["--recipe="]):
+        with pytest.raises(ConfigError, match="recipe '' is not known"):
+            parse_train([*DATA, *words])
+
+
 def prepared(*words: str) -> PrepareFlags:
     argv = ["--input", "a.jsonl", "--tokenizer", "t", "--out", "o", *words]
     return parse_with_preset(PrepareFlags, argv, "ds-sft prepare")

@@ -16,11 +16,16 @@ from typing import Any
 from ds_sft.data.geometry import FULL, SLIDING, Layer, layers, size
 from ds_sft.errors import ConfigError
 
-TESTED_ARCHITECTURES = (
-    "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "Gemma3ForCausalLM",
-    "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM",
-)  # fmt: skip
-"""Compared with plain transformers in tests/model/test_families.py."""
+TESTED_ARCHITECTURES = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen2ForCausalLM": "qwen2",
+    "LlamaForCausalLM": "llama",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
+}
+"""Compared with plain transformers in tests/model/test_families.py; the `model_type` of each, by
+which transformers chooses the class."""
 
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
@@ -29,9 +34,11 @@ TEXT_PARTS = {
 }
 """Multimodal models whose `text_config` describes a tested architecture."""
 
+_SUFFIX = "ForCausalLM"
 TO_BE_CHECKED = (
-    "that packed documents do not see each other, which layers have windows or soft caps, what "
-    "multiplies embeddings and logits, and that an export loads"
+    "that packed documents do not see each other, that only distances between positions count, "
+    "which layers have windows or soft caps, what multiplies embeddings and logits, and that an "
+    "export loads"
 )
 _MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")
 # They look at the positions of the whole row, which here runs over several documents.
@@ -65,24 +72,38 @@ def check_architecture(
     _refuse_mixtures(directory, name, config)
     _refuse_attention(directory, config)
     if name in TESTED_ARCHITECTURES:
-        return
+        return _check_model_type(directory, name, config)
     if "auto_map" in config:
         raise ConfigError(
             f"{directory}: {name} needs code from its own repository (auto_map), which ds_sft does "
             f"not run: use {_tested()}"
         )
-    if not name.endswith("ForCausalLM") or "text_config" in config:
+    if not name.endswith(_SUFFIX) or "text_config" in config:
         raise ConfigError(
             f"{directory}: {name} is not a text model, and its text part is not tested either: "
             f"use {_tested()}"
         )
     if allow_untested:
         return _check_untested(directory, name, config)
-    near = difflib.get_close_matches(name, TESTED_ARCHITECTURES, n=1)
-    raise ConfigError(
-        f"{directory}: architecture {name} is not tested: use {near[0] if near else _tested()}, or "
-        f"check {TO_BE_CHECKED}, and go on with --allow-untested-architecture"
+    stem, stems = (
+        name.removesuffix(_SUFFIX),
+        [n.removesuffix(_SUFFIX) for n in TESTED_ARCHITECTURES],
     )
+    near = difflib.get_close_matches(stem, stems, n=1)
+    raise ConfigError(
+        f"{directory}: architecture {name} is not tested: use "
+        f"{near[0] + _SUFFIX if near else _tested()}, or check {TO_BE_CHECKED}, and go on with "
+        "--allow-untested-architecture"
+    )
+
+
+def _check_model_type(directory: Path, name: str, config: Mapping[str, Any]) -> None:
+    wanted, given = TESTED_ARCHITECTURES[name], config.get("model_type")
+    if given != wanted:
+        raise ConfigError(
+            f"{directory}/config.json says {name} and model_type={given!r}, by which transformers "
+            f"would make another model than {wanted!r}: copy the model again"
+        )
 
 
 def _tested() -> str:
@@ -99,10 +120,10 @@ def _refuse_mixtures(directory: Path, name: str, config: Mapping[str, Any]) -> N
 
 
 def _refuse_attention(directory: Path, config: Mapping[str, Any]) -> None:
-    """What would let a token see the documents around its own, or later tokens."""
+    """What would let a token see the documents around its own or later tokens, or is not here."""
     ropes = [config.get("rope_scaling"), config.get("rope_parameters")]
     ropes += [r for rope in ropes if isinstance(rope, dict) for r in rope.values()]
-    rope_types = {r.get("rope_type", r.get("type")) for r in ropes if isinstance(r, dict)}
+    rope_types = {str(r.get("rope_type", r.get("type"))) for r in ropes if isinstance(r, dict)}
     for kind in _ROPE_OF_THE_ROW:
         if kind in rope_types:
             raise ConfigError(
@@ -120,6 +141,11 @@ def _refuse_attention(directory: Path, config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{directory}: its layers have {', '.join(sorted(kinds))}, which the "
             "attention kernels here do not know: use another model"
+        )
+    if config.get("attention_dropout"):
+        raise ConfigError(
+            f"{directory}: attention_dropout={config['attention_dropout']}, which the attention "
+            "kernels here do not have: set it to 0 in config.json"
         )
     if config.get("attn_logit_softcapping"):
         raise ConfigError(
@@ -170,6 +196,11 @@ def expected_shapes(config: dict[str, Any], tied: bool) -> dict[str, tuple[int, 
     if per_layer:
         total = size(config, "num_hidden_layers") * per_layer
         rows = size(config, "vocab_size_per_layer_input")
+        if rows < vocab:
+            raise ConfigError(
+                f"config.json: vocab_size_per_layer_input is {rows}, fewer than "
+                f"vocab_size={vocab}: some tokens have no row there"
+            )
         shapes["model.embed_tokens_per_layer.weight"] = (rows, total)
         shapes["model.per_layer_model_projection.weight"] = (total, hidden)
         shapes["model.per_layer_projection_norm.weight"] = (per_layer,)
@@ -224,8 +255,7 @@ def _per_layer_input(config: Mapping[str, Any]) -> int:
     """Width of Gemma 4's embeddings for each layer; 0 where there are none."""
     if architecture(config) != "Gemma4ForCausalLM":
         return 0
-    given = config.get("hidden_size_per_layer_input")
-    return 0 if given in (None, 0) else size(config, "hidden_size_per_layer_input")
+    return size(config, "hidden_size_per_layer_input", 0)
 
 
 def expected_buffers(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

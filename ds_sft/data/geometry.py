@@ -29,8 +29,14 @@ _GEMMA = {
     "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
     "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
-_GEMMA4 = {**_GEMMA, "num_hidden_layers": 30, "vocab_size": 262144, "sliding_window": 512}
+_GEMMA4 = {
+    **_GEMMA, "num_hidden_layers": 30, "vocab_size": 262144, "sliding_window": 512,
+    "num_kv_shared_layers": 0,
+}  # fmt: skip
+_QWEN2 = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2": _QWEN2,
+    "qwen3": {**_QWEN2, "head_dim": 128},
     "gemma3_text": {
         **_GEMMA, "num_hidden_layers": 26, "vocab_size": 262208, "sliding_window": 4096,
     },
@@ -39,7 +45,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gemma4_unified_text": {**_GEMMA4, "max_position_embeddings": 262144, "sliding_window": 1024},
 }  # fmt: skip
-"""Published Gemma files hold only what differs from these."""
+"""Published Gemma files hold only what differs from these, Qwen's leave out what does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +71,8 @@ class Layer:
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with the values that transformers would fill in, for families that leave them out.
 
-    The others say everything that is read here. An entry that says null is left as it is.
+    The others say everything that is read here. An entry that says null is left as it is: it means
+    something else, or transformers refuses it.
     """
     return {**DEFAULTS.get(str(config.get("model_type")), {}), **config}
 
@@ -81,21 +88,31 @@ def size(config: Mapping[str, Any], key: str, least: int = 1) -> int:
 def layers(config: Mapping[str, Any]) -> list[Layer]:
     """The layers of a completed config.json, in order.
 
+    A null is refused where transformers refuses it, and is its default where that takes it.
     Raises KeyError for what is not said and ConfigError for what cannot be.
     """
-    if str(config.get("model_type")).startswith("gemma4"):
-        return list(_gemma4_layers(config))
+    model_type = str(config.get("model_type"))
+    if model_type.startswith("gemma4"):
+        found = list(_gemma4_layers(config))
+        if len({(x.window, x.head, x.kv_heads) for x in found}) > len({x.window for x in found}):
+            raise ConfigError("config.json: per_layer_config does not go with layer_types")
+        return found
     heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
+    kv_heads, head = (
+        size(config, key) if model_type.startswith(strict) else _size_or(config, key, other)
+        for key, strict, other in (
+            ("num_key_value_heads", "gemma", heads),
+            ("head_dim", ("gemma", "qwen3"), hidden // heads),
+        )
+    )
+    windows = not model_type.startswith("qwen") or config.get("use_sliding_window")
     return [
         Layer(
-            heads=heads,
-            kv_heads=_size_or(config, "num_key_value_heads", heads),
-            head=_size_or(config, "head_dim", hidden // heads),
-            inner=size(config, "intermediate_size"),
-            window=size(config, "sliding_window") if kind == SLIDING else None,
+            heads=heads, kv_heads=kv_heads, head=head, inner=size(config, "intermediate_size"),
+            window=size(config, "sliding_window") if kind == SLIDING and windows else None,
         )
         for kind in layer_types(config)
-    ]
+    ]  # fmt: skip
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
@@ -105,8 +122,12 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
         raise ConfigError(f"config.json: num_hidden_layers is {count}, above {_MOST_LAYERS}")
     if given is not None and not isinstance(given, list):
         raise ConfigError(f"config.json: layer_types is {given!r}, not a list")
-    if given:
-        return [str(given[i]) if i < len(given) else FULL for i in range(count)]
+    if given is not None:
+        if len(given) != count:
+            raise ConfigError(
+                f"config.json: layer_types has {len(given)} entries for num_hidden_layers={count}"
+            )
+        return [str(kind) for kind in given]
     model_type = str(config.get("model_type"))
     if model_type.startswith("gemma"):
         pattern = _size_or(config, "sliding_window_pattern", _PATTERN)
@@ -121,7 +142,12 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
 def _gemma4_layers(config: Mapping[str, Any]) -> Iterator[Layer]:
     types = layer_types(config)
     types[-1] = FULL
-    first_shared = len(types) - _size_or(config, "num_kv_shared_layers", 0)
+    first_shared = max(0, len(types) - size(config, "num_kv_shared_layers", 0))
+    if set(types[:first_shared]) != set(types):
+        raise ConfigError(
+            f"config.json: num_kv_shared_layers is {len(types) - first_shared}, which leaves a "
+            "kind of attention without a layer that makes keys and values"
+        )
     overrides = config.get("per_layer_config")
     if overrides is None:
         overrides = {str(i): _global_sizes(config) for i, kind in enumerate(types) if kind == FULL}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,14 @@ from ds_sft.data.weight_files import (
     INDEX_NAME,
     read_object,
     safetensors_header,
+    same_values,
     shard_names,
     weight_files,
 )
 from ds_sft.errors import ConfigError
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _OTHER_PARTS = tuple(
     f"{prefix}{part}"
@@ -158,12 +160,17 @@ def read_model(directory: Path, allow_untested: bool = False) -> ModelFiles:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError(f"{directory}/config.json: vocab_size is {vocab_size!r}, not a size")
     stored: dict[str, tuple[tuple[int, ...], str]] = {}
-    for file in weight_files(directory):
+    files = weight_files(directory)
+    for file in files:
         stored |= safetensors_header(file)
-    tensors = {name: entry for n, entry in stored.items() if (name := text_name(n)) is not None}
-    tied = bool(config.get("tie_word_embeddings", False))
-    if tied:
-        tensors.pop("lm_head.weight", None)
+    names = {name: n for n in stored if (name := text_name(n)) is not None}
+    tensors = {name: stored[n] for name, n in names.items()}
+    tied = config.get("tie_word_embeddings") or False
+    if not isinstance(tied, bool):
+        raise ConfigError(
+            f"{directory}/config.json: tie_word_embeddings is {tied!r}: write true or false"
+        )
+    head = tensors.pop(_HEAD, None) if tied else None
     notes = [note] if note else []
     if config.get("quantization_config"):
         raise ConfigError(f"{directory} is quantised: start from the original weights")
@@ -174,9 +181,20 @@ def read_model(directory: Path, allow_untested: bool = False) -> ModelFiles:
             f"{architecture(config)} was never tested here (--allow-untested-architecture): its "
             "names and shapes are not checked before it is loaded"
         )
+    if head and _EMBEDDING in names:
+        _check_tied(directory, files, names)
     return ModelFiles(
         directory=directory, config=config, tensors=tensors, tied=tied, notes=tuple(notes)
     )
+
+
+def _check_tied(directory: Path, files: list[Path], names: Mapping[str, str]) -> None:
+    """Refuse a head of its own in a model that is to have none: transformers would use it."""
+    if not same_values(files, names[_EMBEDDING], names[_HEAD]):
+        raise ConfigError(
+            f"{directory}/config.json says tie_word_embeddings=true, but {_HEAD} and {_EMBEDDING} "
+            "hold different values: set it to false to train both"
+        )
 
 
 def text_name(stored: str) -> str | None:

@@ -176,9 +176,14 @@ def _check_shapes(root: Path, arrays: Mapping[str, Array], max_seq_len: int) -> 
             f"{root}/pack_offsets.npy does not run from 0 to the {len(lengths)} documents of "
             "doc_lens.npy: run `ds-sft prepare` again"
         )
+    if (lengths < 0).any():
+        raise DataError(
+            f"{root}/doc_lens.npy holds a document of {int(lengths.min())} tokens: "
+            "run `ds-sft prepare` again"
+        )
     ends = np.concatenate([[0], np.cumsum(lengths)])
     used = ends[offsets[1:]] - ends[offsets[:-1]]
-    if (lengths < 0).any() or (used > max_seq_len).any():
+    if (used > max_seq_len).any():
         raise DataError(
             f"{root}/doc_lens.npy puts {int(used.max())} tokens into a pack of {max_seq_len}: "
             "run `ds-sft prepare` again"
@@ -200,6 +205,27 @@ def check_hashes(data: PackedDataset, share: int = 0, of: int = 1) -> list[str]:
                 "the manifest's): copy the data set again or run `ds-sft prepare` again"
             )
     return list(hashes)
+
+
+def check_pack(data: PackedDataset, pack: int) -> None:
+    """Check one row against its document lengths and its count of trained targets.
+
+    Raises DataError.
+    """
+    tokens, mask = data.tokens[pack], data.assistant_mask[pack]
+    used = sum(data.doc_lengths(pack))
+    if tokens.min() < 0:
+        raise DataError(f"{data.path}: pack {pack} holds a negative token id")
+    if mask.min() < 0 or mask.max() > 1:
+        raise DataError(f"{data.path}: the mask of pack {pack} holds values other than 0 and 1")
+    if tokens[used:].any() or mask[used:].any():
+        raise DataError(f"{data.path}: pack {pack} has tokens after its {used} tokens of documents")
+    trained = int(np.count_nonzero(mask[1:]))
+    if trained != data.assistant_counts[pack]:
+        raise DataError(
+            f"{data.path}: pack {pack} has {trained} trained targets, assistant_counts.npy says "
+            f"{int(data.assistant_counts[pack])}"
+        )
 
 
 def file_sha256(path: Path) -> str:

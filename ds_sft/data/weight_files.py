@@ -1,13 +1,14 @@
 """A model's weight files: which there are, whether they are whole, what their headers say.
 
-Owns the safetensors header and the index of several files. Reads headers only, never weights.
-Leaves which tensors a model must have to `model_files`. No torch.
+Owns the safetensors header and the index of several files. Reads headers only, and values where two
+tensors are compared. Leaves which tensors a model must have to `model_files`. No torch.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ds_sft.errors import ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+_COMPARED = 1 << 24  # bytes of two tensors that are in memory at a time
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
 _DTYPE_BYTES |= {"BF16": 2, "F16": 2, "I16": 2, "U16": 2}
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -76,6 +78,32 @@ def safetensors_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
             f"{file} has {size} bytes, its header describes {8 + length + end}: copy it again"
         )
     return tensors
+
+
+def same_values(files: Iterable[Path], one: str, two: str) -> bool:
+    """Whether two tensors of `files`, whose headers were read, hold the same bytes.
+
+    Reads both up to where they differ.
+    """
+    found: dict[str, tuple[Path, int, int]] = {}
+    for file in files:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
+        for name in {one, two} & header.keys():
+            begin, end = header[name]["data_offsets"]
+            found[name] = (file, 8 + length + begin, end - begin)
+    (file, place, size), (other_file, other_place, other_size) = found[one], found[two]
+    if size != other_size:
+        return False
+    with file.open("rb") as stream, other_file.open("rb") as other:
+        stream.seek(place)
+        other.seek(other_place)
+        for start in range(0, size, _COMPARED):
+            count = min(_COMPARED, size - start)
+            if stream.read(count) != other.read(count):
+                return False
+    return True
 
 
 def shard_names(index: Path) -> list[str]:

@@ -10,7 +10,8 @@ Invariants: every rank makes the same collectives in the same order; beside stat
 there are at most BUCKET elements of projected gradient (or one tensor's); an update that DeepSpeed
 drops never comes here, so it leaves nothing behind. Embeddings, head, norms, biases and small
 matrices take torch's fused AdamW. Weights decay as AdamW's do, from their value before the update.
-Leaves the formulas to `apollo_maths`, the rule of who is low-rank to `recipe.low_rank`.
+Leaves the formulas to `apollo_maths`, what lies where to `apollo_parts`, the rule of who is
+low-rank to `recipe.low_rank`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from ds_sft.engine import apollo_maths as maths
+from ds_sft.engine.apollo_parts import Part, SubGroup, buckets, sub_group_of
 from ds_sft.errors import CheckpointError
 from ds_sft.model.kinds import parameter_kinds
-from ds_sft.recipe import low_rank
-from ds_sft.recipe.low_rank import BUCKET, LOW_RANK, Tensor
+from ds_sft.recipe.low_rank import Tensor
 from ds_sft.recipe.recipe import ApolloSettings, Recipe
 
 DENSE = ("exp_avg", "exp_avg_sq")
@@ -40,52 +40,6 @@ PROJECTED = ("low_rank_exp_avg", "low_rank_exp_avg_sq")
 NORM = "update_norm"
 MEMBERS = "low_rank"
 GENERATORS = 4  # threads that make projections; torch makes one matrix on one core
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """This rank's share of one parameter, and where its state lies in the sub-group's."""
-
-    name: str
-    """Hugging Face name."""
-    index: int
-    """Place in the order of the model, which chooses the projections."""
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
-    offset: int
-    """Of the slice, in the flat master."""
-    size: int
-    """Elements of the slice, padding included."""
-    start: int
-    """Of the slice, in the flat parameter."""
-    own: int
-    """Elements of the slice without the padding of the last ranks."""
-    state: int
-    """Of its moments, in elements of the flat moments of its kind."""
-    channels: int
-    """Whose moments this rank keeps; 0 = plain AdamW."""
-
-    def moments(self, rank: int) -> int:
-        """Elements of one of its moments here."""
-        return self.channels * rank if self.channels else self.size
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The slice of a flat master or gradient, without the padding."""
-        return flat.narrow(0, self.offset, self.own)
-
-    def blocks(self) -> Iterator[maths.Block]:
-        """The slice as rectangles of the weight."""
-        return maths.blocks(self.start, self.own, self.shape[1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubGroup:
-    """The parameters of one flat master."""
-
-    dense: list[Part]
-    """Those with plain AdamW."""
-    projected: list[Part]
-    """Those with low-rank moments."""
 
 
 class Apollo(torch.optim.Optimizer):
@@ -113,29 +67,11 @@ class Apollo(torch.optim.Optimizer):
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
             members = [(names[p], p, zero.grad_position[zero.get_param_id(p)])
                        for p in zero.fp16_groups[index]]  # fmt: skip
-            self._sub_groups[flat] = self._sub_group(members, places)
+            self._sub_groups[flat] = sub_group_of(members, places, self.tensors, self.settings.rank)
         masters = zero.fp32_partitioned_groups_flat[0].device
         if masters.type == "cpu" and torch.device(engine.device).type != "cpu":
             # NCCL takes no tensors in host memory.
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-
-    def _sub_group(
-        self, members: list[tuple[str, Any, Any]], places: Mapping[str, int]
-    ) -> SubGroup:
-        found: dict[bool, list[Part]] = {False: [], True: []}
-        filled = {False: 0, True: 0}
-        for name, param, (_, offset, size) in members:
-            low = low_rank.route(self.tensors[name], self.settings.rank) == LOW_RANK
-            shape, numel = tuple(param.ds_shape), param.ds_numel
-            start = min(dist.get_rank() * size, numel)
-            part = Part(
-                name=name, index=places[name], shape=shape, offset=offset, size=size, start=start,
-                own=min(size, numel - start), state=filled[low],
-                channels=low_rank.channels(shape, dist.get_world_size()) if low else 0,
-            )  # fmt: skip
-            found[low].append(part)
-            filled[low] += part.moments(self.settings.rank)
-        return SubGroup(dense=found[False], projected=found[True])
 
     def fresh_state(self, flat: torch.Tensor) -> dict[str, Any]:
         """The state of a flat master that has seen no update."""
@@ -209,7 +145,7 @@ class Apollo(torch.optim.Optimizer):
     ) -> None:
         settings, grad = self.settings, flat.grad
         assert grad is not None
-        for bucket in _buckets(parts, settings.rank):
+        for bucket in buckets(parts, settings.rank):
             self._scale_gradients(grad, bucket, state)
         squares = torch.stack([part.of(grad).norm().double().square() for part in parts])
         self._all_reduce(squares)
@@ -293,21 +229,6 @@ class Apollo(torch.optim.Optimizer):
     def _all_reduce(self, values: torch.Tensor) -> None:
         if dist.get_world_size() > 1:
             dist.all_reduce(values, group=self._group)
-
-
-def _buckets(parts: list[Part], rank: int) -> Iterator[list[Part]]:
-    """Neighbours whose projected gradients fit together into BUCKET elements."""
-    bucket: list[Part] = []
-    filled = 0
-    for part in parts:
-        numel = dist.get_world_size() * part.moments(rank)
-        if bucket and filled + numel > BUCKET:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(part)
-        filled += numel
-    if bucket:
-        yield bucket
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from ds_sft.data.model_files import ModelFiles
 from ds_sft.engine import meeting, ops, swap_files
 from ds_sft.engine.apollo import Apollo, tensors_of
 from ds_sft.engine.config import optimizer_kind
-from ds_sft.errors import ConfigError
+from ds_sft.errors import ConfigError, PreflightError
 from ds_sft.model import attention, liger
 from ds_sft.model.kinds import parameter_kinds, summary
 from ds_sft.model.layers import LayerChoices
@@ -39,7 +39,10 @@ from ds_sft.run_config import RunConfig
 
 @contextlib.contextmanager
 def distributed(timeout_minutes: float) -> Iterator[None]:
-    """The process group of the launcher, for a run; every collective has this timeout."""
+    """The process group of the launcher, for a run; every collective has this timeout.
+
+    Raises PreflightError when the port at which ranks meet belongs to another program.
+    """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls names that torch renames: a line per collective, with nothing to be done here.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -50,11 +53,19 @@ def distributed(timeout_minutes: float) -> Iterator[None]:
     accelerator = get_accelerator()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     with meeting.listening():
-        deepspeed.init_distributed(
-            dist_backend=accelerator.communication_backend_name(),
-            timeout=timedelta(minutes=timeout_minutes),
-            verbose=False,
-        )
+        try:
+            deepspeed.init_distributed(
+                dist_backend=accelerator.communication_backend_name(),
+                timeout=timedelta(minutes=timeout_minutes),
+                verbose=False,
+            )
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise PreflightError(
+                f"port {os.environ['MASTER_PORT']}, at which the ranks meet, is in use, perhaps by "
+                "another run: give the launcher another one (--master_port 29501)"
+            ) from None
     yield
     # Only after success: on an error the other ranks may be inside a collective for good.
     dist.barrier()

@@ -3,7 +3,8 @@
 Owns the one classification from which the decay mask and an optimizer's routing are made.
 Invariant: the class of the module that owns a parameter decides, never its name or its number of
 dimensions: a name rule misses embeddings with another name, and under ZeRO-3 every parameter is
-flat. A tensor that is shared has the kind of its first owner, so a tied head is the embedding.
+flat. A tensor that an embedding shares is the embedding, whichever module comes first: so is a tied
+head. Any other shared tensor has the kind of its first owner.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
     Works on a Hugging Face causal language model and on an `SftModel`, partitioned or not.
     """
     head = _head(model)
-    seen: set[int] = set()
+    names: dict[int, str] = {}
     kinds: dict[str, str] = {}
     for prefix, module in model.named_modules():
         for own_name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                name = f"{prefix}.{own_name}" if prefix else own_name
-                kinds[name] = _kind(module, own_name, module is head)
+            kind = _kind(module, own_name, module is head)
+            name = names.setdefault(id(parameter), f"{prefix}.{own_name}" if prefix else own_name)
+            if name not in kinds or kind == EMBEDDING:
+                kinds[name] = kind
     return kinds
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -99,6 +100,11 @@ def config_and_class(config: dict[str, Any]) -> tuple[Any, Any]:
         raise ConfigError(
             f"transformers {transformers.__version__} has no causal language model for the model's "
             f"config.json ({error}): use a model that it knows, or a newer transformers"
+        ) from None
+    except (StrictDataclassError, AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"transformers {transformers.__version__} refuses the model's config.json: "
+            f"{' '.join(str(error).split())}: copy the model again"
         ) from None
     made.use_cache = False
     return made, model_class

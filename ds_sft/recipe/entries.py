@@ -8,6 +8,7 @@ preset, a preset over an entry, an entry over the defaults.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -81,8 +82,12 @@ def recipe_named(name: str) -> Recipe:
     if name in RECIPES:
         return named_recipe(name)
     if name not in ENTRIES:
-        known = ", ".join([*RECIPES, *ENTRIES])
-        raise ConfigError(f"recipe {name!r} is not known: use {known} or a .toml file")
+        known = [*RECIPES, *ENTRIES]
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {near[0]}? Known are" if near else "use"
+        raise ConfigError(
+            f"recipe {name!r} is not known: {hint} {', '.join(known)}, or a .toml file"
+        )
     return ENTRIES[name].recipe
 
 

@@ -66,7 +66,7 @@ def recipe_from_mapping(values: Mapping[str, Any], where: str) -> Recipe:
 def named_recipe(name: str) -> Recipe:
     """The recipe called `name`. Raises ConfigError with the known names."""
     if not isinstance(name, str) or name not in RECIPES:
-        raise ConfigError(f"recipe {name!r} is not known: use {', '.join(RECIPES)} or a .toml file")
+        raise ConfigError(f"recipe {name!r} is not known: use {', '.join(RECIPES)}")
     return RECIPES[name]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from ds_sft.errors import ConfigError
 
 MAX_STEPS = 100_000_000
+MAX_BATCH = 1_000_000  # packs: the plan lists those of a step
 MAX_ERA = 2**40
 WIDTHS = {"bfloat16": 2, "float32": 4}
 LR_SCHEDULES = ("cosine", "linear", "constant", "inv_sqrt", "inv")
@@ -138,6 +139,10 @@ class Recipe:
         ):
             _require(getattr(self, name) > 0, name, getattr(self, name), "use a number above 0")
         _require(
+            self.train_batch_size <= MAX_BATCH,
+            "train_batch_size", self.train_batch_size, f"use at most {MAX_BATCH:,}",
+        )  # fmt: skip
+        _require(
             0 <= self.num_train_steps <= MAX_STEPS,
             "num_train_steps",
             self.num_train_steps,
@@ -213,11 +218,12 @@ class Recipe:
 
     def _check_optimizer(self) -> None:
         _choice("optimizer", self.optimizer, OPTIMIZERS)
-        if self.optimizer != "adamw" and self.master_dtype != "float32":
-            raise ConfigError(
-                f"optimizer={self.optimizer} with master_dtype={self.master_dtype} is not "
-                "possible: its arithmetic is float32: use master_dtype=float32 or optimizer=adamw"
-            )
+        for name in ("master_dtype", "optimizer_state_dtype"):
+            if self.optimizer != "adamw" and getattr(self, name) != "float32":
+                raise ConfigError(
+                    f"optimizer={self.optimizer} with {name}={getattr(self, name)} is not "
+                    f"possible: its arithmetic is float32: use {name}=float32 or optimizer=adamw"
+                )
         for name in ("apollo_rank", "apollo_scale", "apollo_update_proj_gap"):
             value = getattr(self, name)
             if value is None:

@@ -40,6 +40,7 @@ PACKAGES = (
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
+FREE_AT_THE_END = ("code", "tokenizer")  # of a finished run that is started again: no step follows
 STATE_FIELDS = ("optimizer", "apollo_rank")  # what an optimizer's state is made of
 DIGITS = 12  # of a hash, for a person to compare
 
@@ -119,7 +120,8 @@ def check(
     _check_state(where, old, new)
     # An empty text is not known yet: the tokenizer of a model that is still on the Hub.
     changed = [n for n in new if n in old and new[n] not in (old[n], "") and n not in FREE_FIELDS]
-    refused = [n for n in changed if n not in allow_change]
+    free = FREE_AT_THE_END if point.is_end and point.completed == recipe.num_train_steps else ()
+    refused = [n for n in changed if n not in (*allow_change, *free)]
     if refused:
         listed = "; ".join(f"{n} was {old[n]} and is {new[n]} now" for n in refused)
         raise ConfigError(

@@ -1,6 +1,7 @@
 """run.json and the marker `finished`: what a run was, written by rank 0.
 
-Owns the record of everything needed to run again. Leaves per-step numbers to `metrics`.
+Owns the record of everything needed to run again. Leaves per-step numbers to `metrics`, reading
+`finished` to `marker`.
 """
 
 from __future__ import annotations
@@ -77,22 +78,22 @@ def write_finished(run_dir: RunDir, completed: int, seconds: float, loss: float 
     write_file(run_dir.finished, json.dumps(record) + "\n")
 
 
-def read_finished(run_dir: RunDir) -> int | None:
-    """Completed steps of a finished run, None while the marker is not there (or says nothing)."""
-    try:
-        return int(json.loads(run_dir.finished.read_text(encoding="utf-8"))["completed"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return None
-
-
 def _git_commit() -> str | None:
-    """Commit of the code, when it runs from a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+    """Commit of the code, when it runs from a checkout that holds it.
+
+    An environment inside somebody's repository is none: its commit says nothing about this code.
+    """
+    said = ""
+    for words in (["ls-files", "--error-unmatch", Path(__file__).name], ["rev-parse", "HEAD"]):
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode:
+            return None
+        said = done.stdout.strip()
+    return said or None
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""meta.json, the marker of a whole native checkpoint: read once, with every field looked at.
+"""The markers: meta.json of a whole native checkpoint, and `finished` of a whole run.
 
-Owns the marker's name, its format and the types of its fields. Invariant: what `read_meta` returns
+Owns the former's name, its format and the types of its fields. Invariant: what `read_meta` returns
 can be used without a second look; anything else is a CheckpointError, since a marker may come from
 a bad disk or from somebody else. Leaves the meaning of the fields to their users. No torch.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from ds_sft.data.sealed import is_damaged
 from ds_sft.errors import CheckpointError
+from ds_sft.run.layout import RunDir
 
 META_NAME = "meta.json"
 FORMAT = 1
@@ -52,6 +53,14 @@ def read_meta(path: Path) -> dict[str, Any]:
     if wrong:
         raise CheckpointError(f"{file} cannot be read ({wrong[:200]})")
     return meta
+
+
+def read_finished(run_dir: RunDir) -> int | None:
+    """Completed steps of a finished run, None while the marker is not there (or says nothing)."""
+    try:
+        return int(json.loads(run_dir.finished.read_text(encoding="utf-8"))["completed"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
 
 
 def _wrong_field(meta: dict[str, Any]) -> str:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ds_sft.errors import CheckpointError
 
@@ -25,6 +24,7 @@ FORMAT = 1
 # is cut differently by other pieces or more threads.
 _ROW = 1 << 10
 _BLOCK = 1 << 18
+_SQUARE_FITS = (1e-15, 1e15)  # float32 values between these have squares and sums of squares
 
 Numbers = dict[str, float | int]
 
@@ -34,14 +34,21 @@ class Scan:
 
     def __init__(self) -> None:
         self._rest = torch.empty(0)
+        # Memory that is new for every block costs more than the arithmetic on it.
+        self._held = torch.empty(2, _BLOCK)
         self._count = self._zeros = self._odd = 0
         self._low, self._high = math.inf, -math.inf
-        self._sum = self._squares = 0.0
+        self._mean = self._spread = 0.0  # of the finite values; the sum of their squared distances
 
     def add(self, values: torch.Tensor) -> None:
         """Take the next values of the tensor, flat and on the CPU."""
         if self._rest.numel():
-            values = torch.cat([self._rest, values])
+            missing = _BLOCK - self._rest.numel()
+            self._rest = torch.cat([self._rest, values[:missing]])
+            values = values[missing:]
+            if self._rest.numel() < _BLOCK:
+                return
+            self._add_block(self._rest)
         whole = values.numel() // _BLOCK * _BLOCK
         for start in range(0, whole, _BLOCK):
             self._add_block(values[start : start + _BLOCK])
@@ -51,8 +58,6 @@ class Scan:
         """The numbers of all values; nothing can be added afterwards."""
         if self._rest.numel():
             self._add_block(self._rest)
-        finite = max(1, self._count - self._odd)
-        mean = self._sum / finite
         low, high = (0.0, 0.0) if self._low > self._high else (self._low, self._high)
         return {
             "count": self._count,
@@ -60,30 +65,57 @@ class Scan:
             "min": low,
             "max": high,
             "abs_max": max(abs(low), abs(high)),
-            "mean": mean,
-            "std": math.sqrt(max(0.0, self._squares / finite - mean * mean)),
+            "mean": self._mean,
+            "std": math.sqrt(self._spread / max(1, self._count - self._odd)),
             "zero_share": self._zeros / max(1, self._count),
         }
 
     def _add_block(self, block: torch.Tensor) -> None:
-        numel = block.numel()
+        before, numel = self._count - self._odd, block.numel()
         self._count += numel
         self._zeros += numel - int(torch.count_nonzero(block))
-        values = block.float()
+        values = self._held[0][:numel].copy_(block)
         low, high = (bound.item() for bound in torch.aminmax(values))
         if not math.isfinite(low + high):  # one pass more, and only where something is wrong
             good = torch.isfinite(values)
-            self._odd += numel - int(torch.count_nonzero(good))
             values = values[good]
-            if not values.numel():
+            self._odd += numel - values.numel()
+            numel = values.numel()
+            if not numel:
                 return
             low, high = (bound.item() for bound in torch.aminmax(values))
         self._low, self._high = min(self._low, low), max(self._high, high)
-        rows = F.pad(values, (0, -values.numel() % _ROW)).view(-1, _ROW)
-        if max(abs(low), abs(high)) > 1e15:
-            rows = rows.double()  # a square would not fit
-        self._sum += rows.sum(1).double().sum().item()
-        self._squares += torch.linalg.vector_norm(rows, dim=1).double().square().sum().item()
+        mean, spread = _moments(values, max(abs(low), abs(high)), self._held[1][:numel])
+        # Chan, Golub and LeVeque: two sets' squared distances from the mean of both.
+        apart, total = mean - self._mean, before + numel
+        self._mean += apart * numel / total
+        self._spread += spread + apart * apart * before * numel / total
+
+
+def _moments(values: torch.Tensor, largest: float, distances: torch.Tensor) -> tuple[float, float]:
+    """Mean, and sum of squared distances from it, which are left in `distances`.
+
+    The distances are taken before they are squared: the weights of a norm are near one, and the
+    difference of their large squares would say nothing about how far apart they are.
+    """
+    if not _SQUARE_FITS[0] < largest < _SQUARE_FITS[1]:
+        values, distances = values.double(), distances.double()
+    numel = values.numel()
+    mean = sum(rows.sum(1).double().sum().item() for rows in _rows(values)) / numel
+    shift = torch.tensor(mean, dtype=values.dtype)
+    torch.sub(values, shift, out=distances)
+    norms = (torch.linalg.vector_norm(rows, dim=1) for rows in _rows(distances))
+    squares = sum(norm.double().square().sum().item() for norm in norms)
+    return mean, max(0.0, squares - numel * (mean - shift.item()) ** 2)
+
+
+def _rows(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The full rows, and the rest as one."""
+    whole = values.numel() // _ROW * _ROW
+    if whole:
+        yield values[:whole].view(-1, _ROW)
+    if whole < values.numel():
+        yield values[whole:].view(1, -1)
 
 
 def text(scans: Mapping[str, Numbers]) -> str:

@@ -42,6 +42,10 @@ def _check_name(out: Path) -> None:
         raise ConfigError(f"--out {out}: no shell has replaced the ~: write the directory in full")
     if "\n" in str(out):
         raise ConfigError(f"--out {str(out)!r} has a line break: name another directory")
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:  # torch would save there, and then not find what it saved
+        raise ConfigError(f"--out {str(out)!r} is not UTF-8: name another directory") from None
 
 
 def _check_inside(out: Path) -> None:

@@ -1,16 +1,18 @@
 """`--dry-run`: what a run would refuse later than its plan does, found without a model or a GPU.
 
-Owns the checks that read whole files: every file of the data against its hash, every token id
-against the model's rows, and what exports take over from tokenizer and model. Raises what the run
-would raise. Leaves what a plan says to `plan`, machines to `ds-sft doctor`, and what needs an
-engine (kernels, memory, the start-up proofs) to the run itself, which is said.
+Owns the checks that read whole files: every file of the data against its hash, every row against
+its lengths, its counts and the model's vocabulary, and what exports take over from tokenizer and
+model. Changes nothing. Leaves what a plan says to `plan`, machines to `ds-sft doctor`, and what
+needs an engine (kernels, memory, the start-up proofs) to the run itself, which is said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ds_sft.data.packed import PackedDataset, check_hashes
+import numpy as np
+
+from ds_sft.data.packed import PackedDataset, check_hashes, check_pack
 from ds_sft.errors import ConfigError, DataError
 from ds_sft.plan import Plan
 from ds_sft.run.hf_format import ExportSource, check_source
@@ -49,13 +51,28 @@ def check(plan: Plan) -> Iterator[str]:
 def _check_data(plan: Plan, data: PackedDataset) -> str:
     hashed = check_hashes(data)
     size = None if plan.model is None else plan.model.vocab_size
+    untrained = 0
     for pack in range(data.num_packs):
-        low, high = int(data.tokens[pack].min()), int(data.tokens[pack].max())
-        if low < 0 or (size is not None and high >= size):
+        check_pack(data, pack)
+        highest = int(data.tokens[pack].max())
+        if size is not None and highest >= size:
             raise DataError(
-                f"{data.path}: pack {pack} holds token id {low if low < 0 else high}, but "
+                f"{data.path}: pack {pack} holds token id {highest}, but "
                 f"{plan.recipe.model_id} has {size}: prepare the data with the model's own "
                 "tokenizer"
             )
+        untrained += _untrained_documents(data, pack)
     compared = f"sha256 of {len(hashed)} files" if hashed else "no hashes in its manifest"
-    return f"{data.path}: {compared}, token ids of all {data.num_packs} packs"
+    return (
+        f"{data.path}: {compared}, token ids, masks and counts of all {data.num_packs} packs; "
+        f"{untrained} of {len(data.doc_lens)} documents have no trained token"
+    )
+
+
+def _untrained_documents(data: PackedDataset, pack: int) -> int:
+    """Documents of which no token is a target; the first token of a row never is one."""
+    mask = data.assistant_mask[pack].astype(np.int64)
+    mask[0] = 0
+    ends = np.cumsum(data.doc_lengths(pack), dtype=np.int64)
+    seen = np.concatenate([[0], np.cumsum(mask)])
+    return int(np.count_nonzero(np.diff(seen[ends], prepend=0) == 0))

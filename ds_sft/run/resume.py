@@ -6,6 +6,7 @@ hashes of its files to `seal`, loading to `reshard`.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 from ds_sft.errors import CheckpointError, ConfigError
 from ds_sft.run.atomic import REPLACED_SUFFIX
 from ds_sft.run.layout import RunDir, checkpoints_in
-from ds_sft.run.marker import read_meta
+from ds_sft.run.marker import read_finished, read_meta
 from ds_sft.run.seal import check_listed, check_sizes
 from ds_sft.run_config import RunConfig
 
@@ -32,6 +33,9 @@ class ResumePoint:
     """Optimizer steps that it holds."""
     meta: dict[str, Any]
     """Its meta.json."""
+    is_end: bool = False
+    """Whether the run directory is finished and this is its last step: nothing computes from it
+    unless the run is made longer."""
 
 
 def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
@@ -45,7 +49,8 @@ def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
     hashed = run.verify_on_resume == "hash"
     points, broken = _points(run.out, hashed)
     newest = points[0] if points else None
-    if broken and not points and run.resume == "auto":
+    finished = None if run.out is None else read_finished(RunDir(run.out))
+    if broken and not points and run.resume == "auto" and finished is None:
         raise CheckpointError(
             f"{run.out} holds {len(broken)} checkpoints and none is whole "
             f"({next(iter(broken.values()))}): bring one back from a copy, or use another --out"
@@ -70,6 +75,8 @@ def find(run: RunConfig) -> tuple[ResumePoint | None, dict[Path, str]]:
             f"--resume none, but {run.out} holds a run with checkpoints: "
             "use another --out, or --resume auto to go on"
         )
+    if newest is not None and newest.completed == finished:
+        newest = dataclasses.replace(newest, is_end=True)
     return newest, broken
 
 

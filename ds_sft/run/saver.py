@@ -35,6 +35,7 @@ from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.native import NativeCheckpoint
 from ds_sft.run.proved_point import proved
 from ds_sft.run.resume import ResumePoint
+from ds_sft.run.rows import rows_in
 from ds_sft.run_config import RunConfig
 
 MAX_FAILURES = 3
@@ -284,8 +285,11 @@ class Saver:
             return
         exported, saved = labels_in(self.dir.exports), labels_in(self.dir.checkpoints)
         steps, every = self.recipe.num_train_steps, self.recipe.steps_per_hf_export
+        rows = rows_in(self.dir.metrics) if self.dir.metrics.is_file() else []
+        began = min((row["label"] for row in rows), default=0)
         for label in labels(steps, every):
-            if label in exported:
+            # Before its first row this run is a branch of another, whose exports those are.
+            if label in exported or label < began:
                 continue
             out = step_dir(self.dir.exports, label)
             source = step_dir(self.dir.checkpoints, label)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ds_sft.data.packed import (
@@ -21,6 +20,7 @@ from ds_sft.data.packed import (
     VALIDATION_DIR,
     PackedDataset,
     check_hashes,
+    check_pack,
     file_sha256,
 )
 from ds_sft.data.sealed import is_damaged, is_sealed
@@ -154,7 +154,7 @@ def verify_packed(path: Path) -> list[str]:
         f"sha256 of {len(hashed)} files" if hashed else "note: the manifest holds no hashes"
     )
     for pack in range(data.num_packs):
-        _check_pack(data, pack)
+        check_pack(data, pack)
     total = int(data.assistant_counts.sum())
     lines.append(f"trained targets counted again: {total:,} in all; padding is 0 and untrained")
     lines.append(_check_tokens(data))
@@ -201,24 +201,6 @@ def _open_packed(path: Path) -> PackedDataset:
                 if file_sha256(path / name) != expected:
                     raise DataError(f"{path / name} was changed: {error}") from None
         raise
-
-
-def _check_pack(data: PackedDataset, pack: int) -> None:
-    """Check one row against its document lengths and its count of trained targets."""
-    tokens, mask = data.tokens[pack], data.assistant_mask[pack]
-    used = sum(data.doc_lengths(pack))
-    if tokens.min() < 0:
-        raise DataError(f"{data.path}: pack {pack} holds a negative token id")
-    if mask.max() > 1:
-        raise DataError(f"{data.path}: the mask of pack {pack} holds values other than 0 and 1")
-    if tokens[used:].any() or mask[used:].any():
-        raise DataError(f"{data.path}: pack {pack} has tokens after its {used} tokens of documents")
-    trained = int(np.count_nonzero(mask[1:]))
-    if trained != data.assistant_counts[pack]:
-        raise DataError(
-            f"{data.path}: pack {pack} has {trained} trained targets, assistant_counts.npy says "
-            f"{int(data.assistant_counts[pack])}"
-        )
 
 
 def _tokenizer_size(directory: Path) -> int:

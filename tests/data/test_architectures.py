@@ -120,15 +120,100 @@ def test_a_published_config_without_its_defaults_is_read_as_transformers_reads_i
         ("gemma3_text", "Gemma3TextConfig"),
         ("gemma4_text", "Gemma4TextConfig"),
         ("gemma4_unified_text", "Gemma4UnifiedTextConfig"),
+        ("qwen2", "Qwen2Config"),
+        ("qwen3", "Qwen3Config"),
     ],
 )
 def test_what_is_filled_in_is_what_transformers_fills_in(model_type: str, name: str) -> None:
     import transformers
 
-    theirs = getattr(transformers, name)().to_dict()
+    config = getattr(transformers, name)
+    windowed = {"use_sliding_window": True} if model_type.startswith("qwen") else {}
+    theirs = config(**windowed).to_dict()
     assert {key: theirs[key] for key in DEFAULTS[model_type]} == DEFAULTS[model_type]
     assert completed({"model_type": model_type, "vocab_size": 7})["vocab_size"] == 7
-    assert completed({"model_type": "qwen3"}) == {"model_type": "qwen3"}
+    assert completed({"model_type": "llama"}) == {"model_type": "llama"}
+
+
+LEFT_OUT = {
+    "qwen2.5": ["num_key_value_heads", "sliding_window", "use_sliding_window"],
+    "qwen2.5-window": ["num_key_value_heads", "sliding_window", "max_window_layers", "layer_types"],
+    "qwen3": ["head_dim", "num_key_value_heads", "layer_types"],
+    "llama3": ["head_dim", "num_key_value_heads"],
+    "gemma3": ["head_dim", "layer_types", "sliding_window"],
+    "gemma4": ["num_kv_shared_layers", "head_dim", "per_layer_config"],
+}
+NULL = {
+    "qwen2.5-window": ["num_key_value_heads", "layer_types"],
+    "qwen3": ["head_dim", "num_key_value_heads", "layer_types"],
+    "llama3": ["head_dim", "num_key_value_heads"],
+    "gemma3": ["head_dim", "num_key_value_heads", "layer_types"],
+    "gemma4-e": ["num_kv_shared_layers", "hidden_size_per_layer_input", "head_dim"],
+}
+
+
+def as_transformers(family: str, config: dict[str, Any]) -> Any:
+    """Shapes and windows of the model that transformers makes; None where it refuses."""
+    import torch
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    config_name, name, _ = families.FAMILIES[family]
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, name)(
+                getattr(transformers, config_name).from_dict(config)
+            )
+    except (StrictDataclassError, ValueError, TypeError):
+        return None
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    attention = [layer.self_attn for layer in model.model.layers]
+    return shapes, [getattr(attn, "sliding_window", None) for attn in attention]
+
+
+def as_read_here(family: str, config: dict[str, Any]) -> Any:
+    """The same from config.json alone; None where it is refused."""
+    whole = completed({**config, "architectures": [families.FAMILIES[family][1]]})
+    tied = bool(whole.get("tie_word_embeddings", False))
+    try:
+        return expected_shapes(whole, tied), [layer.window for layer in layers(whole)]
+    except ConfigError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [(f, key) for f, keys in LEFT_OUT.items() for key in keys]
+)
+def test_a_key_that_is_left_out_is_what_transformers_makes_of_it(family: str, key: str) -> None:
+    config = families.config_of(family).to_dict()
+    config.pop(key, None)
+    found = as_transformers(family, config)
+    assert found is not None
+    assert as_read_here(family, config) == found
+
+
+@pytest.mark.parametrize(("family", "key"), [(f, key) for f, keys in NULL.items() for key in keys])
+def test_a_null_is_refused_where_transformers_refuses_it(family: str, key: str) -> None:
+    config = {**families.config_of(family).to_dict(), key: None}
+    assert as_read_here(family, config) == as_transformers(family, config)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2.5", {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": False}),
+        ("qwen3", {"layer_types": ["full_attention"] * 3}),
+        ("gemma4-e", {"layer_types": [*["sliding_attention"] * 3, "full_attention"],
+                      "per_layer_config": None}),
+        ("gemma4-e", {"num_kv_shared_layers": 3}),
+        ("gemma4", {"layer_types": ["full_attention"] * 4}),
+    ],
+)  # fmt: skip
+def test_keys_that_contradict_each_other_are_read_as_transformers_reads_them(
+    family: str, changes: dict[str, Any]
+) -> None:
+    config = {**families.config_of(family).to_dict(), **changes}
+    assert as_read_here(family, config) == as_transformers(family, config)
 
 
 def test_heads_that_no_varlen_kernel_takes_are_refused_or_said() -> None:
@@ -170,6 +255,7 @@ def test_work_inside_a_window_is_counted_by_hand() -> None:
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "causal"),
         ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0}, "softcapping"),
         ({"architectures": ["OddForCausalLM"], "layer_types": ["linear_attention"]}, "linear_att"),
+        ({"architectures": ["LlamaForCausalLM"], "attention_dropout": 0.1}, "attention_drop"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_rightly_is_refused_whatever_is_allowed(
@@ -184,8 +270,28 @@ def test_an_untested_architecture_says_what_to_check_and_can_be_allowed() -> Non
     with pytest.raises(ConfigError, match=r"Olmo2ForCausalLM is not tested.*packed documents do"):
         check_architecture(Path("m"), config)
     check_architecture(Path("m"), config, allow_untested=True)
-    for name in TESTED_ARCHITECTURES:
-        check_architecture(Path("m"), {"architectures": [name]})
+    for name, model_type in TESTED_ARCHITECTURES.items():
+        check_architecture(Path("m"), {"architectures": [name], "model_type": model_type})
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("Qwen3_5ForCausalLM", "use Qwen3ForCausalLM, or"),
+        ("GraniteForCausalLM", "use Qwen3ForCausalLM or Qwen2ForCausalLM or"),
+        ("PhiForCausalLM", "use Qwen3ForCausalLM or Qwen2ForCausalLM or"),
+    ],
+)
+def test_a_near_name_is_offered_only_where_one_is_near(name: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        check_architecture(Path("m"), {**OLMO, "architectures": [name]})
+
+
+@pytest.mark.parametrize("model_type", ["llama", None, "qwen2", 3])
+def test_a_class_and_a_model_type_that_name_two_models_are_refused(model_type: Any) -> None:
+    config = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": model_type}
+    with pytest.raises(ConfigError, match="by which transformers would make another model"):
+        check_architecture(Path("m"), config, allow_untested=True)
 
 
 def test_the_text_part_of_a_multimodal_model_is_a_model_of_its_own() -> None:
@@ -196,6 +302,12 @@ def test_the_text_part_of_a_multimodal_model_is_a_model_of_its_own() -> None:
         **text, "architectures": ["Gemma4ForCausalLM"], "tie_word_embeddings": True
     }  # fmt: skip
     assert text_part({"architectures": ["Qwen3ForCausalLM"]}) is None
+
+
+def test_embeddings_of_each_layer_with_fewer_rows_than_tokens_are_refused() -> None:
+    config = families.config_of("gemma4-e", vocab_size_per_layer_input=100).to_dict()
+    with pytest.raises(ConfigError, match=r"vocab_size_per_layer_input is 100, fewer than .*320"):
+        expected_shapes({**config, "architectures": ["Gemma4ForCausalLM"]}, tied=True)
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-window", "llama3", "gemma3", "gemma4-e"])
@@ -214,6 +326,7 @@ def test_garbage_in_a_config_is_an_error_of_ours(family: str) -> None:
         True,
         ["x"] * 4,
         {"1": 3},
+        {"rope_type": {}},
         1 << 40,
     )
     refused = 0

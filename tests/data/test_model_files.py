@@ -55,6 +55,32 @@ def test_tied_head_is_counted_once_even_if_the_file_holds_it(
     assert "lm_head.weight" not in after.tensors
 
 
+@pytest.mark.parametrize("where", [(0, 0), (511, 63)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_head_of_its_own_in_a_model_that_ties_it_is_refused(
+    tiny_tied_model: Path, tmp_path: Path, where: tuple[int, int], apart: bool
+) -> None:
+    """transformers would take it and tie nothing: what is trained would be another model."""
+    model = Path(shutil.copytree(tiny_tied_model, tmp_path / "model"))
+    tensors = load_file(model / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[where] += 1
+    if apart:
+        save_file({"lm_head.weight": head}, model / "head.safetensors")
+        weight_map = {**dict.fromkeys(tensors, "model.safetensors"),
+                      "lm_head.weight": "head.safetensors"}  # fmt: skip
+        index = {"weight_map": weight_map}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        save_file({**tensors, "lm_head.weight": head}, model / "model.safetensors")
+    with pytest.raises(ConfigError, match="hold different values: set it to false"):
+        find_model(str(model))
+    edit_config(model, tie_word_embeddings=False)
+    found = find_model(str(model))
+    assert found is not None
+    assert not found.tied
+
+
 def test_shards_are_read_through_the_index(model: Path) -> None:
     whole = find_model(str(model))
     assert whole is not None
@@ -117,15 +143,18 @@ def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"vocab_size": 600}, r"has shape \(512, 64\), config\.json asks for \(600, 64\)"),
-        ({"num_hidden_layers": 3}, r"missing model\.layers\.2\."),
-        ({"num_hidden_layers": 1}, r"unexpected model\.layers\.1\."),
+        ({"num_hidden_layers": 3, "layer_types": None}, r"missing model\.layers\.2\."),
+        ({"num_hidden_layers": 1, "layer_types": None}, r"unexpected model\.layers\.1\."),
+        ({"num_hidden_layers": 3}, "layer_types has 2 entries for num_hidden_layers=3"),
         (
-            {"architectures": ["LlamaForCausalLM"]},
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
             r"unexpected model\.layers\.0\.self_attn\.k_norm",
         ),
         ({"attention_bias": True}, r"missing .*_proj\.bias"),
         ({"tie_word_embeddings": True, "hidden_size": 32}, "asks for"),
         ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false': write true or false"),
+        ({"tie_word_embeddings": True}, "hold different values"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused(

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 
 from ds_sft.data.collate import IGNORE
 from ds_sft.data.geometry import layers as layers_of
+from ds_sft.errors import ConfigError
 from ds_sft.model import attention
 from ds_sft.model.kinds import parameter_kinds
 from ds_sft.model.layers import LayerChoices
+from ds_sft.model.load import config_and_class
 from ds_sft.model.sft import DeviceBatch, SftModel, arrange
 from ds_sft.recipe.decay import kind_decays, kind_of_name
 
@@ -143,6 +145,13 @@ def test_the_embeddings_of_each_layer_are_embeddings() -> None:
     assert kinds["model.per_layer_model_projection.weight"] == "linear"
     assert kinds["model.layers.0.per_layer_input_gate.weight"] == "linear"
     assert not any("layer_scalar" in name for name in kinds)
+
+
+def test_a_config_that_transformers_refuses_is_an_error_of_ours_in_one_line() -> None:
+    config = {**families.config_of("qwen3").to_dict(), "vocab_size": "many"}
+    with pytest.raises(ConfigError, match=r"transformers .* refuses .*vocab_size") as caught:
+        config_and_class(config)
+    assert "\n" not in str(caught.value)
 
 
 def test_no_token_loses_its_gradient_in_any_embedding() -> None:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import families
-import harness
 import pytest
+from harness import Training, launch_many
 
-WORKER = Path(__file__).with_name("family_worker.py")
 CLASSES = {name for _, name, _ in families.FAMILIES.values()} - {"Qwen3ForCausalLM"}
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("families") / "rows.json"
-    done = subprocess.run(
-        [*harness.script_command(1, WORKER), str(out)], env=harness.cpu_env(), cwd=harness.ROOT,
-        text=True, timeout=300, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
+    worker = Training(["--out", out], module="family_worker")
+    (done,) = launch_many(1, [worker], out.parent)
+    assert done.codes == [0], done.text[-4000:]
     found: list[dict[str, Any]] = json.loads(out.read_text())
     return found
 

@@ -45,6 +45,26 @@ def test_an_untied_head_decays_and_a_tied_one_is_the_embedding() -> None:
     assert not kind_decays(parameter_kinds(qwen3(tied=True))["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("order", [("table", "out"), ("out", "table")])
+def test_a_tensor_shared_with_an_embedding_is_the_embedding_whoever_comes_first(
+    order: tuple[str, str],
+) -> None:
+    modules = {"table": torch.nn.Embedding(6, 4), "out": torch.nn.Linear(4, 6, bias=False)}
+    modules["out"].weight = modules["table"].weight
+    model = torch.nn.Module()
+    for name in order:
+        model.add_module(name, modules[name])
+    model.get_output_embeddings = lambda: modules["out"]
+    assert parameter_kinds(model) == {f"{order[0]}.weight": "embedding"}
+    assert [group["weight_decay"] for group in parameter_groups(model, 0.1)] == [0.0]
+
+
+def test_linear_layers_that_share_a_weight_are_linear_once() -> None:
+    one, two = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+    two.weight = one.weight
+    assert parameter_kinds(torch.nn.ModuleList([one, two])) == {"0.weight": "linear"}
+
+
 @pytest.mark.parametrize(("tied", "bias"), CASES)
 def test_the_trained_model_and_the_names_say_the_same(tied: bool, bias: bool) -> None:
     causal_lm = qwen3(tied, bias)

@@ -35,8 +35,17 @@ def test_an_entry_decides_fields_that_exist_and_no_name_is_taken_twice() -> None
     assert ENTRIES.keys() & RECIPES.keys() == set()
     assert recipe_named("qwen3-8b") is RECIPES["qwen3-8b"]
     assert recipe_named("gemma4-e2b") is ENTRIES["gemma4-e2b"].recipe
-    with pytest.raises(ConfigError, match=r"'gemma5' is not known: use qwen3-8b.*gemma4-e2b"):
-        recipe_named("gemma5")
+    with pytest.raises(ConfigError, match=r"'llama' is not known: use qwen3-8b.*gemma4-e2b.*toml"):
+        recipe_named("llama")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("qwen3-8B", "qwen3-8b"), ("gemma4-e2", "gemma4-e2b"), ("Qwen3-1.7", "qwen3-1.7b")],
+)  # fmt: skip
+def test_a_near_name_is_offered(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"is not known: did you mean {near}\\? Known are qwen3"):
+        recipe_named(name)
 
 
 def test_an_unverified_entry_says_why_and_what_to_do() -> None:

@@ -79,6 +79,10 @@ def test_toml_keys_override_a_base_recipe():
         ({**MINIMAL, "optimizer": "apollo", "apollo_rank": 1.5}, "must be of type int"),
         ({**MINIMAL, "optimizer": "apollo", "apollo_scale": float("nan")}, "apollo_scale=nan"),
         ({**MINIMAL, "optimizer": "apollo", "apollo_update_proj_gap": -1}, "proj_gap=-1"),
+        (
+            {**MINIMAL, "optimizer": "apollo", "optimizer_state_dtype": "bfloat16"},
+            "use optimizer_state_dtype=float32",
+        ),
     ],
 )  # fmt: skip
 def test_a_bad_recipe_is_refused_in_one_line(values, words):

@@ -1,8 +1,9 @@
-"""One rank of the export tests, started by the real `deepspeed` launcher (see `launch`).
+"""One rank of the export tests, started with others by `launch`.
 
     deepspeed --num_gpus 2 --no_local_rank export_worker.py MODE SPEC.json
 
-Writes what the tests compare into the spec's `out` directory.
+That is how memory is measured; the others are forks that share their imports. Writes what the tests
+compare into the spec's `out` directory.
 """
 
 from __future__ import annotations
@@ -41,11 +42,25 @@ TINY = {
 
 
 def launch(mode: str, world_size: int, timeout_s: int = 300, **spec: object) -> str:
-    """Run this file under the launcher; return its output, raise if it fails."""
+    """Run this file's `main` on so many ranks; return its output, raise if it fails."""
+    import harness
+
     out = Path(str(spec["out"]))
     out.mkdir(parents=True, exist_ok=True)
     spec_file = out / f"{mode}.json"
     spec_file.write_text(json.dumps(spec, default=str))
+    if mode == "memory":
+        return launch_alone(mode, world_size, spec_file, timeout_s)
+    words = [mode, spec_file, "--out", out]
+    ranks = [harness.Training(words, module="export_worker")]
+    (done,) = harness.launch_many(world_size, ranks, out, timeout=timeout_s)
+    if any(done.codes):
+        raise AssertionError(f"{mode} exited {done.codes}:\n{done.text[-6000:]}")
+    return done.text
+
+
+def launch_alone(mode: str, world_size: int, spec_file: Path, timeout_s: int) -> str:
+    """The same under the real launcher: nothing of another process is in the ranks' memory."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -310,11 +325,11 @@ class AnonymousPeak:
         raise RuntimeError("no RssAnon in /proc/self/status")
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     import deepspeed
     import torch.distributed as dist
 
-    mode, spec_file = sys.argv[1:]
+    mode, spec_file = words[:2]
     spec = json.loads(Path(spec_file).read_text())
     from ds_sft.engine.build import skip_inference_op
 
@@ -329,4 +344,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -131,3 +131,14 @@ def test_apollos_scale_may_change_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"apollo_scale was 1.0 and is 2.0 now"):
         compare(before, recipe=other)
     assert "apollo_scale changes" in compare(before, "apollo_scale", recipe=other)[0]
+
+
+@pytest.mark.parametrize("name", ["code", "tokenizer"])
+def test_a_finished_run_that_is_started_again_may_have_other_code(name: str) -> None:
+    """It computes no step; one that is made longer does."""
+    end = dataclasses.replace(point(), completed=100, is_end=True)
+    assert compare(end, **{name: "x9"}) == [f"{name} changes from {NOW[name]} to x9"]
+    with pytest.raises(ConfigError, match=f"{name} was {NOW[name]}"):
+        compare(end, "num_train_steps", recipe=RECIPE.replace(num_train_steps=120), **{name: "x9"})
+    with pytest.raises(ConfigError, match="data was d1"):
+        compare(end, data="d2")

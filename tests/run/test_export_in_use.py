@@ -30,8 +30,9 @@ metric_list: [{{metric: acc}}]
 def export(tiny_model, tiny_data, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("run") / "run"
     changes = {"--num-train-steps": 2, "--hf-export-dtype": "float32"}
-    done = harness.launch(1, *harness.flags(tiny_model, tiny_data, run, changes))
-    assert done.returncode == 0, done.stdout[-3000:]
+    words = harness.flags(tiny_model, tiny_data, run, changes)
+    done = harness.run_once(1, *words, work=run.parent)
+    assert done.codes == [0], done.text[-3000:]
     return run / "hf/step-1"
 
 
@@ -79,8 +80,9 @@ def test_training_starts_again_from_an_export_with_the_same_data(export, tiny_da
     """The export's tokenizer is padded to the model's vocabulary; it is still the data's."""
     run = tmp_path / "run"
     changes = {"--num-train-steps": 1, "--warmup": 0, "--hf-export-dtype": "float32"}
-    done = harness.launch(1, *harness.flags(export, tiny_data, run, changes))
-    assert done.returncode == 0, done.stdout[-3000:]
+    words = harness.flags(export, tiny_data, run, changes)
+    done = harness.run_once(1, *words, work=tmp_path)
+    assert done.codes == [0], done.text[-3000:]
     before, after = harness.weights(export), harness.weights(run / "hf/step-0")
     assert before.keys() == after.keys()
     assert any((before[name] != after[name]).any() for name in before)

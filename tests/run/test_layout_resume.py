@@ -262,3 +262,24 @@ def test_a_marker_that_was_changed_is_passed_over(tmp_path: Path, world: str) ->
     assert found is not None
     assert found.completed == (7 if world == "2" else 4)
     assert all("step-6/meta.json was changed" in why for why in passed_over.values())
+
+
+def test_only_the_last_step_of_a_finished_run_is_its_end(tmp_path: Path) -> None:
+    parent = RunDir(tmp_path).checkpoints
+    point(parent, 6)
+    newest = point(parent, 9)
+    assert not find(tmp_path).is_end
+    (tmp_path / "finished").write_text('{"completed": 10}')
+    assert find(tmp_path).is_end
+    branch = RunConfig(data=Path("data"), out=tmp_path / "branch", resume=str(newest))
+    assert not resume.find(branch)[0].is_end
+    (newest / "meta.json").unlink()
+    assert not find(tmp_path).is_end
+
+
+def test_a_finished_run_needs_no_whole_checkpoint(tmp_path: Path) -> None:
+    (point(RunDir(tmp_path).checkpoints, 9) / "meta.json").write_text("damaged")
+    with pytest.raises(CheckpointError, match="none is whole"):
+        find(tmp_path)
+    (tmp_path / "finished").write_text('{"completed": 10}')
+    assert find(tmp_path) is None

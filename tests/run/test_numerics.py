@@ -81,6 +81,23 @@ def test_what_is_not_finite_is_counted_and_spoils_nothing() -> None:
     assert (only["non_finite"], only["mean"], only["max"]) == (9, 0.0, 0.0)
 
 
+@pytest.mark.parametrize("count", [50, 5000])
+@pytest.mark.parametrize(
+    ("around", "apart"), [(1.1, 1e-4), (100.0, 1e-3), (0.0, 1e-25), (0.0, 1e-39), (1e-20, 1e-24)]
+)
+def test_the_spread_of_values_that_are_near_each_other_or_zero_is_numpys(
+    around: float, apart: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of norms lie around one; a float32 of 1e-25 has no square."""
+    if count > 1000:
+        monkeypatch.undo()
+    values = around + apart * torch.randn(count, generator=torch.Generator().manual_seed(1))
+    said, exact = scanned(values, 30), values.double().numpy()
+    assert said["std"] == pytest.approx(exact.std(), rel=1e-5, abs=0)
+    assert said["mean"] == pytest.approx(exact.mean(), rel=1e-6, abs=1e-6 * apart)
+    assert scanned(torch.full((count,), around))["std"] <= 1e-6 * around
+
+
 @pytest.mark.parametrize("large", [1e20, 3e38])
 def test_squares_that_no_float32_holds_are_summed(large: float) -> None:
     values = torch.tensor([large, -large] * 40)

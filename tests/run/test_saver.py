@@ -146,3 +146,15 @@ def test_a_run_directory_that_cannot_be_prepared_is_one_error_on_every_rank(
     monkeypatch.setattr(module.manifest, "write_run_json", full)
     with pytest.raises(CheckpointError, match=r"run cannot be prepared: .*No space left"):
         saver.resume(None)
+
+
+def test_exports_of_the_run_that_this_one_branched_off_are_not_missed(
+    saver: Saver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver.recipe = saver.recipe.replace(steps_per_hf_export=20)
+    rows = "".join(f'{{"label": {label}, "loss": 1.0}}\n' for label in range(50, 100))
+    saver.dir.metrics.write_text(rows)
+    (saver.dir.exports / "step-60").mkdir(parents=True)
+    saver.report_missing()
+    named = [Path(line.split()[1]).name for line in capsys.readouterr().out.splitlines()]
+    assert named == ["step-80", "step-99"]

@@ -92,30 +92,19 @@ def start_on_hosts(
     return start(command, cwd, environment)
 
 
-def test_nasty_values_arrive_unchanged_in_a_remote_process(hosts: TwoHosts, tmp_path: Path) -> None:
-    """`ds-sft env` -> DeepSpeed's launcher -> pdsh -> ssh -> shell -> a rank's environment."""
-    script = tmp_path / "dump.py"
-    script.write_text(
-        "import json, os, pathlib, sys\n"
-        "rank, size = os.environ['RANK'], os.environ['WORLD_SIZE']\n"
-        "out = pathlib.Path(sys.argv[1]) / f'{rank}-of-{size}.json'\n"
-        "out.write_text(json.dumps(dict(os.environ)))\n"
-    )
-    arguments = ["--no_local_rank", str(script), str(tmp_path)]
-    status, output = finish(start_on_hosts(hosts, tmp_path, arguments, **NASTY))
-    assert status == 0, output[-4000:] + hosts.logs()
-    for rank in range(2):
-        arrived = json.loads((tmp_path / f"{rank}-of-2.json").read_text())
-        assert {name: arrived.get(name) for name in NASTY} == NASTY
-        assert {name: arrived.get(name) for name in WORKER_VARIABLES} == WORKER_VARIABLES
-    assert "SSH_CONNECTION" in arrived
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A rank on each host wrote its environment, then the sum over a collective of both.
 
-
-def test_both_hosts_take_part_in_a_collective(hosts: TwoHosts, tmp_path: Path) -> None:
-    """The fixture itself, without our trainer: when this is red, look at the machine first."""
-    script = tmp_path / "collective.py"
+    Without our trainer: when a test of this is red, look at the machine first.
+    """
+    work = tmp_path_factory.mktemp("dumped")
+    script = work / "dump.py"
     script.write_text(
-        "import os, socket, sys\n"
+        "import json, os, pathlib, socket, sys\n"
+        "out = pathlib.Path(sys.argv[1]) / f\"rank-{os.environ['RANK']}\"\n"
+        "arrived = dict(os.environ)\n"
+        "out.with_suffix('.env').write_text(json.dumps(arrived))\n"
         # ssh knows nothing of the virtual environment, where the ninja is that DeepSpeed builds by.
         "os.environ['PATH'] = os.path.dirname(sys.executable) + ':' + os.environ['PATH']\n"
         "import torch\n"
@@ -124,15 +113,30 @@ def test_both_hosts_take_part_in_a_collective(hosts: TwoHosts, tmp_path: Path) -
         "deepspeed.init_distributed('gloo')\n"
         "total = torch.tensor([float(os.environ['RANK']) + 1])\n"
         "torch.distributed.all_reduce(total)\n"
-        "address = os.environ['SSH_CONNECTION'].split()[2]\n"
-        "print('RESULT', address, socket.gethostname(), total.item(), flush=True)\n"
+        "said = [arrived['SSH_CONNECTION'].split()[2], socket.gethostname(), total.item()]\n"
+        "out.with_suffix('.sum').write_text(json.dumps(said))\n"
         "torch.distributed.destroy_process_group()\n"
     )
-    status, output = finish(start_on_hosts(hosts, tmp_path, ["--no_local_rank", str(script)]))
-    assert status == 0, output[-4000:] + hosts.logs()
+    arguments = ["--no_local_rank", str(script), str(work)]
+    with two_hosts(work / "hosts") as hosts:
+        status, output = finish(start_on_hosts(hosts, work, arguments, **NASTY))
+        assert status == 0, output[-4000:] + hosts.logs()
+    return work
+
+
+def test_nasty_values_arrive_unchanged_in_a_remote_process(dumped: Path) -> None:
+    """`ds-sft env` -> DeepSpeed's launcher -> pdsh -> ssh -> shell -> a rank's environment."""
+    for rank in range(2):
+        arrived = json.loads((dumped / f"rank-{rank}.env").read_text())
+        assert arrived["WORLD_SIZE"] == "2"
+        assert {name: arrived.get(name) for name in NASTY} == NASTY
+        assert {name: arrived.get(name) for name in WORKER_VARIABLES} == WORKER_VARIABLES
+
+
+def test_both_hosts_take_part_in_a_collective(dumped: Path) -> None:
     second_name = SECOND_NAME if can_isolate() else socket.gethostname()
-    assert f"RESULT {FIRST} {socket.gethostname()} 3.0" in output
-    assert f"RESULT {SECOND} {second_name} 3.0" in output
+    said = [json.loads((dumped / f"rank-{rank}.sum").read_text()) for rank in range(2)]
+    assert said == [[FIRST, socket.gethostname(), 3.0], [SECOND, second_name, 3.0]]
 
 
 def train_arguments(model: Path, data: Path, out: Path, **changes: object) -> list[str]:

@@ -138,7 +138,7 @@ def test_the_time_of_every_stage_is_printed(fake_checkout: Path) -> None:
 
 def test_arguments_reach_pytest_and_the_quick_run_compiles_less(fake_checkout: Path) -> None:
     quick = run_tests(fake_checkout, "-m", "not slow").stdout
-    assert "ran: -m pytest -m not slow" in quick
+    assert "ran: -m pytest -n 2 --dist loadfile -m not slow" in quick
     assert "build_ops.py" not in quick
     assert "build_ops.py cpu_adam async_io\n" in run_tests(fake_checkout).stdout
 

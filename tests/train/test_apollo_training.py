@@ -1,13 +1,13 @@
-"""APOLLO under ZeRO-3: real launches against a loop in plain torch, on any number of ranks.
+"""APOLLO under ZeRO-3: real runs against a loop in plain torch, stopped and moved between ranks.
 
-The reference below shares no code with ds_sft: it is written from the paper's formulas, with whole
-gradients in one process.
+The update alone, in any cut of a matrix on 1, 2 and 3 ranks, is test_apollo_slices. The reference
+below shares no code with ds_sft: it is written from the paper's formulas, with whole gradients in
+one process.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,15 @@ from ds_sft.run.reshard import convert
 from ds_sft.run.verify import verify
 
 pytestmark = pytest.mark.slow
-STEPS, RANK, GAP, PEAK = 20, 8, 6, 0.002
+STEPS, SHORT, BATCH, RANK, GAP = 20, 6, 4, 8, 6
 SAME_LOSS, SAME_UPDATE = 1e-5, 2e-5
 OFFLOAD = harness.ROOT / "ds_configs/zero3_offload_optimizer.json"
 APOLLO = {
     "--optimizer": "apollo", "--apollo-rank": RANK, "--apollo-update-proj-gap": GAP,
     "--num-train-steps": STEPS, "--hf-export-dtype": "float32", "--steps-per-hf-export": 100,
-    "--allow-idle": True, "--trainer-seed": 3,
+    "--train-batch-size": BATCH, "--allow-idle": True, "--trainer-seed": 3,
 }  # fmt: skip
+BAD = {"--num-train-steps": SHORT}
 MINI = {**APOLLO, "--optimizer": "apollo-mini", "--apollo-rank": None}
 
 
@@ -42,9 +43,10 @@ def runs(
     tiny_model: Path, tiny_tied_model: Path, tiny_data: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Result]:  # fmt: skip
-    """Every training of this file, by name; one launch for each world size.
+    """Every training of this file, by name, on 2 ranks where nothing else is said.
 
-    `chain` is 2 -> 1 -> 3 ranks, in its last part from a converted checkpoint.
+    `chain` is 2 -> 1 -> 3 ranks, in its last part from a converted checkpoint. Runs stop where the
+    next step has a new projection.
     """
     work = tmp_path_factory.mktemp("apollo")
     groups = work / "small_groups.json"
@@ -52,46 +54,37 @@ def runs(
     config["zero_optimization"] |= {"sub_group_size": 9000, "stage3_param_persistence_threshold": 0}
     groups.write_text(json.dumps(config))
     grouped = {"--deepspeed-config": groups}
+    of_two, of_one = (work / f"{name}/checkpoints-temp" for name in ("again", "chain-on-1"))
 
-    def training(name: str, changes: dict[str, Any], model: Path = tiny_model) -> Training:
-        module = changes.pop("module", "ds_sft.train")
-        env = changes.pop("env", {})
+    def training(
+        name: str, changes: dict[str, Any], model: Path = tiny_model, ranks: int = 2,
+        module: str = "ds_sft.train", **env: str,
+    ) -> Training:  # fmt: skip
         words = harness.flags(model, tiny_data, work / name, {**APOLLO, **changes})
-        return Training(words, env, module)
+        return Training(words, env, module, ranks)
 
-    def bad(what: str) -> dict[str, Any]:
-        short = {"--num-train-steps": 8, "--on-nonfinite": "skip"}
-        return {**short, "module": "bad_step", "env": {"BAD": what}}
-
-    def launched(ranks: int, trainings: dict[str, Training]) -> dict[str, Result]:
-        done = launch_many(ranks, list(trainings.values()), work)
-        for name, result in zip(trainings, done, strict=True):
-            assert set(result.codes) == {0}, f"{name}: {result.text[-3000:]}"
-        return dict(zip(trainings, done, strict=True))
-
-    results = launched(2, {
+    wanted = {
         "2": training("2", {}),
-        "chain on 2": training("chain", {"--stop-after": 7}),
-        "stopped": training("again", {"--stop-after": 9}),
+        "stopped": training("again", {"--stop-after": GAP}),
+        "chain on 1": training(
+            "chain-on-1", {"--stop-after": 2 * GAP, "--resume": of_two / f"step-{GAP - 1}"},
+            ranks=1,
+        ),
         "again": training("again", {}),
         "mini": training("mini", {**MINI, **grouped}, tiny_tied_model),
-        "bf16": training("bf16", {"--compute-dtype": "bfloat16"}),
-        "skipped": training("skipped", bad("gradient")),
-        "left out": training("left-out", bad("left out")),
-    })  # fmt: skip
-    results |= launched(1, {
-        "1": training("1", grouped),
-        "chain on 1": training("chain", {"--stop-after": 13}),
-    })  # fmt: skip
-    stopped = work / "chain/checkpoints-temp/step-12"
-    convert(stopped, work / "converted", 3)
-    shutil.rmtree(stopped)
-    (work / "converted").rename(stopped)
-    results |= launched(3, {
-        "3": training("3", {}),
-        "chain": training("chain", grouped),
-        "memory": training("memory", {"module": "memory_worker"}),
-    })  # fmt: skip
+        "bf16": training("bf16", {"--compute-dtype": "bfloat16", "--stop-after": SHORT}),
+        "skipped": training(
+            "skipped", {**BAD, "--on-nonfinite": "skip"}, module="bad_step", BAD="gradient"
+        ),
+        "left out": training("left-out", BAD, module="bad_step", BAD="left out"),
+        "memory": training("memory", {}, ranks=3, module="memory_worker"),
+    }  # fmt: skip
+    results = dict(zip(wanted, launch_many(2, [*wanted.values()], work), strict=True))
+    convert(of_one / f"step-{2 * GAP - 1}", work / "converted", 3)
+    last = training("chain", {**grouped, "--resume": work / "converted"}, ranks=3)
+    results["chain"] = launch_many(3, [last], work)[0]
+    for name, result in results.items():
+        assert set(result.codes) == {0}, f"{name}: {result.text[-3000:]}"
     return results
 
 
@@ -162,7 +155,8 @@ def plain_training(
         model.zero_grad()
         total = 0.0
         for group in range(2):
-            packs = [(8 * step + 4 * group + i) % len(arrays["tokens"]) for i in range(4)]
+            first = BATCH * step + BATCH // 2 * group
+            packs = [(first + i) % len(arrays["tokens"]) for i in range(BATCH // 2)]
             sums, counts = zip(*(one_pack(model, arrays, offsets, p) for p in packs), strict=True)
             loss = sum(sums) / sum(counts) / 2
             loss.backward()
@@ -199,13 +193,19 @@ def reference(
     return plain_training(tiny_model, tiny_data, rates, rank=RANK, scale=1.0)
 
 
-@pytest.mark.parametrize("name", ["1", "2", "3", "again", "chain"])
+@pytest.mark.parametrize("name", ["2", "again", "chain on 1", "chain"])
 def test_any_number_of_ranks_any_offload_and_any_interruption_is_the_plain_loop(
     runs: dict[str, Result], reference: Any, tiny_model: Path, name: str
 ) -> None:
     losses, parameters = reference
-    assert runs[name].column("label") == list(range(STEPS))
-    np.testing.assert_allclose(runs[name].column("loss"), losses, rtol=0, atol=SAME_LOSS)
+    labels = runs[name].column("label")
+    first, end = {"chain on 1": (GAP, 2 * GAP), "chain": (2 * GAP, STEPS)}.get(name, (0, STEPS))
+    assert labels == list(range(first, end))
+    here = runs[name].column("loss")
+    np.testing.assert_allclose(here, losses[first:end], rtol=0, atol=SAME_LOSS)
+    assert min(runs[name].column("grad_norm")) > 1.0  # clipping is at work
+    if end < STEPS:
+        return
     got = weights(runs[name].out / f"hf/step-{STEPS - 1}")
     assert relative_update_error(got, parameters, weights(tiny_model)) <= SAME_UPDATE
 
@@ -236,7 +236,8 @@ def test_a_wrong_scale_would_be_seen(
 
 def test_a_resumed_run_is_bit_identical(runs: dict[str, Result]) -> None:
     straight, again = (runs[name].out / "checkpoints/step-19" for name in ("2", "again"))
-    assert "at step 9" in runs["again"].text
+    assert f"at step {GAP}" in runs["again"].text
+    assert "resumed from" in runs["chain on 1"].text
     for one, two in zip(*(rank_files(path, "optim", 2) for path in (straight, again)), strict=True):
         assert same(load_states(one), load_states(two)), one.name
     one, two = (weights(runs[name].out / f"hf/step-{STEPS - 1}") for name in ("2", "again"))
@@ -260,9 +261,9 @@ def test_the_state_of_a_dropped_update_is_that_of_a_step_which_never_was(
 ) -> None:
     skipped, never = runs["skipped"], runs["left out"]
     assert "dropped" in skipped.rows[4]
-    one, two = (load_optimizers(run.out / "checkpoints/step-7", 2) for run in (skipped, never))
+    one, two = (load_optimizers(run.out / "checkpoints/step-5", 2) for run in (skipped, never))
     assert same(one, two)
-    assert one[0][0]["step"] == 7
+    assert one[0][0]["step"] == SHORT - 1
     assert float(one[0][0][NORM].min()) > 0
 
 
@@ -304,7 +305,7 @@ def test_the_state_has_the_bytes_of_the_formula(runs: dict[str, Result], tiny_mo
 
 
 def test_bfloat16_computes_on_the_same_curve(runs: dict[str, Result]) -> None:
-    apart = np.abs(np.array(runs["bf16"].column("loss")) - runs["2"].column("loss"))
+    apart = np.abs(np.array(runs["bf16"].column("loss")) - runs["2"].column("loss")[:SHORT])
     assert 1e-6 < apart.max() <= 3e-2
 
 

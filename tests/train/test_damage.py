@@ -25,8 +25,8 @@ def optim_file(checkpoint: Path) -> Path:
 def stopped(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> tuple[Path, list[object]]:
     """A run with checkpoints step-2 and step-4, the newer one damaged; and its words."""
     words = harness.flags(tiny_model, tiny_data, tmp_path / "run", OFTEN)
-    done = harness.launch(2, *words, "--stop-after", 5)
-    assert done.returncode == 0, done.stdout[-3000:]
+    done = harness.run_once(2, *words, "--stop-after", 5, work=tmp_path)
+    assert done.codes == [0, 0], done.text[-3000:]
     harness.flip_a_bit(optim_file(tmp_path / "run/checkpoints/step-4"))
     return tmp_path / "run", words
 
@@ -46,10 +46,10 @@ def test_the_run_goes_on_from_the_one_before_and_pruning_spares_what_is_whole(
         with pytest.raises(CheckpointError, match="another sha256"):
             laundering()
     first = harness.metrics(out)
-    done = harness.launch(2, *words, "--stop-after", 4)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "passed over, now" in done.stdout
-    assert f"resumed from {out}/checkpoints/step-2 at step 3" in done.stdout
+    done = harness.run_once(2, *words, "--stop-after", 4, work=tmp_path)
+    assert done.codes == [0, 0], done.text[-3000:]
+    assert "passed over, now" in done.text
+    assert f"resumed from {out}/checkpoints/step-2 at step 3" in done.text
     assert (out / "checkpoints/step-4.broken").is_dir()
     assert labels_in(out / "checkpoints") == [2]
     assert labels_in(out / "checkpoints-temp") == [3]
@@ -64,7 +64,7 @@ def test_when_none_is_whole_the_run_stops_and_touches_nothing(
     out, words = stopped
     harness.flip_a_bit(optim_file(out / "checkpoints/step-2"))
     before = (out / "metrics.jsonl").read_bytes()
-    done = harness.launch(2, *words)
-    assert done.returncode == 2, done.stdout[-3000:]
-    assert "no whole checkpoint is left" in done.stdout
+    done = harness.run_once(2, *words, work=out.parent)
+    assert done.codes == [2, 2], done.text[-3000:]
+    assert "no whole checkpoint is left" in done.text
     assert (out / "metrics.jsonl").read_bytes() == before

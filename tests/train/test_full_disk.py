@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import harness
@@ -46,23 +47,24 @@ def test_three_failures_in_a_row_stop_the_run_and_the_last_whole_checkpoint_goes
 ) -> None:
     """One leaves too little by the check before writing, the other runs out while writing."""
     often = {"--steps-per-checkpoint": 2, "--steps-per-hf-export": 100}
-    straight = tmp_path / "straight"
-    assert harness.launch(2, *harness.flags(tiny_model, tiny_data, straight, often)).returncode == 0
+    straight, run = tmp_path / "straight", partial(harness.run_once, 2, work=tmp_path)
+    whole = run(*harness.flags(tiny_model, tiny_data, straight, often))
+    assert whole.codes == [0, 0], whole.text[-3000:]
     out = small_disk / "run"
     words = harness.flags(tiny_model, tiny_data, out, often)
-    stopped = harness.launch(2, *words, "--stop-after", 3)
-    assert stopped.returncode == 0, stopped.stdout[-3000:]
+    stopped = run(*words, "--stop-after", 3)
+    assert stopped.codes == [0, 0], stopped.text[-3000:]
     ballast = fill(small_disk, leave)
-    full = harness.launch(2, *words)
-    assert full.returncode == 1, full.stdout[-3000:]
-    assert full.stdout.count("[checkpoint] FAILED") == 2
-    assert "error: 3 checkpoints in a row failed" in full.stdout
-    assert ("MB are needed" in full.stdout) is (leave < CHECKPOINT), full.stdout[-3000:]
+    full = run(*words)
+    assert full.codes == [1, 1], full.text[-3000:]
+    assert full.text.count("[checkpoint] FAILED") == 2
+    assert "error: 3 checkpoints in a row failed" in full.text
+    assert ("MB are needed" in full.text) is (leave < CHECKPOINT), full.text[-3000:]
     assert labels_in(out / "checkpoints") == [2]
     assert not list(out.rglob("*.partial"))
     ballast.unlink()
-    done = harness.launch(2, *words)
-    assert done.returncode == 0, done.stdout[-3000:]
+    done = run(*words)
+    assert done.codes == [0, 0], done.text[-3000:]
     for column in ("label", "loss", "grad_norm"):
         rows = [[row[column] for row in harness.metrics(run)] for run in (out, straight)]
         assert rows[0] == rows[1]

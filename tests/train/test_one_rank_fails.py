@@ -7,6 +7,7 @@ ranks have to notice it themselves. Here they get ten seconds.
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import harness
@@ -85,3 +86,20 @@ def test_a_run_whose_last_save_failed_claims_neither_an_end_nor_a_stop(
     assert not (run.out / "finished").exists()
     assert "[done]" not in run.text
     assert "[stop]" not in run.text
+
+
+@pytest.mark.slow
+def test_a_port_that_another_program_holds_is_one_line(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """DeepSpeed's own default is the same for each run of a machine."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        words = harness.flags(tiny_model, tiny_data, tmp_path / "run")
+        training = Training(words, {"MASTER_PORT": port})
+        (run,) = launch_many(1, [training], tmp_path / "work")
+    assert run.codes == [2], run.text[-3000:]
+    assert f"error: port {port}, at which the ranks meet, is in use" in run.text
+    assert "Traceback" not in run.text

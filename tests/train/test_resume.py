@@ -18,6 +18,7 @@ from harness import Result, Running, Training, launch_many
 from ds_sft import train
 from ds_sft.data.packed import PackedDataset
 from ds_sft.recipe.named import RECIPES
+from ds_sft.run import changes
 from ds_sft.run.layout import labels_in
 
 EXACT = ("label", "loss", "lr", "grad_norm", "target_tokens", "tokens")
@@ -335,6 +336,7 @@ def test_a_finished_run_says_so_and_makes_a_missing_final_export_again(
     shutil.rmtree(out / "hf/step-11")
     before = (out / "finished").read_text()
     words = harness.flags(tiny_model, tiny_data, out, for_dtype("float32"))
+    monkeypatch.setattr(changes, "code_version", lambda: "newer")
     for _ in range(2):
         assert run_main(monkeypatch, words) == 0
         assert f"[done] {out} already has its 12 steps" in capsys.readouterr().out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +13,13 @@ from pathlib import Path
 import harness
 import psutil
 import pytest
-from harness import Result, Running, Training, launch_many
+from harness import ROOT, Result, Running, Training, launch_many
 
 from ds_sft.run.layout import labels_in
 
 pytestmark = pytest.mark.slow
 # Many microbatches in a step, so that most signals come in the middle of one.
-SLOW_STEPS = {"--train-batch-size": 64, "--num-train-steps": 8, "--steps-per-checkpoint": 100}
+SLOW_STEPS = {"--train-batch-size": 32, "--num-train-steps": 8, "--steps-per-checkpoint": 100}
 SECONDS_TO_LEAVE = 30
 
 
@@ -38,14 +40,14 @@ def wait_until_gone(processes: list[psutil.Process]) -> float:
     return time.monotonic() - started
 
 
-WAYS: dict[str, Callable[[Running, Path], None]] = {
-    "SIGTERM to one rank": lambda run, out: ranks_of(run)[1].send_signal(signal.SIGTERM),
-    "SIGUSR1 to one rank": lambda run, out: ranks_of(run)[0].send_signal(signal.SIGUSR1),
-    "SIGTERM to launch.py": lambda run, out: launcher_of(run).send_signal(signal.SIGTERM),
-    "SIGKILL to launch.py": lambda run, out: launcher_of(run).send_signal(signal.SIGKILL),
-    "SIGTERM to deepspeed": lambda run, out: run.process.send_signal(signal.SIGTERM),
-    "touch stop": lambda run, out: (out / "stop").touch(),
+# What only a launcher can show, on launches of their own; the rest happens in forks of one process.
+LAUNCHED: dict[str, Callable[[Running], None]] = {
+    "SIGTERM to launch.py": lambda run: launcher_of(run).send_signal(signal.SIGTERM),
+    "SIGKILL to launch.py": lambda run: launcher_of(run).send_signal(signal.SIGKILL),
+    "SIGTERM to deepspeed": lambda run: run.process.send_signal(signal.SIGTERM),
 }
+FORKED = ("SIGTERM to one rank", "SIGUSR1 to one rank", "touch stop")
+WAYS = (*LAUNCHED, *FORKED)
 
 
 @dataclass(frozen=True)
@@ -61,26 +63,67 @@ class Stopped:
 
 
 @pytest.fixture(scope="module")
-def straight_and_stopped(
+def launched(
     tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Result, dict[str, Stopped]]:
-    """Each way needs a launcher of its own to be stopped; what goes on needs none."""
-    work = tmp_path_factory.mktemp("stopped")
-    left: dict[str, tuple[list[int], bool]] = {}
-    trainings = [Training(harness.flags(tiny_model, tiny_data, work / "straight", SLOW_STEPS))]
-    for number, (way, stop) in enumerate(WAYS.items()):
+) -> dict[str, tuple[Path, list[str]]]:
+    """Run directory of each launch that was stopped, and what its ranks' launchers said."""
+    work = tmp_path_factory.mktemp("launched")
+    left = {}
+    for number, (way, stop) in enumerate(LAUNCHED.items()):
         out = work / str(number)
-        words = harness.flags(tiny_model, tiny_data, out, SLOW_STEPS)
-        with Running(2, *words) as run:
+        with Running(2, *harness.flags(tiny_model, tiny_data, out, SLOW_STEPS)) as run:
+            run.wait_for("[init]")
+            refused = second_start(tiny_model, tiny_data, out) if number == 0 else ""
             run.wait_for("Progress on:train 3it")
             ranks = ranks_of(run)
             assert len(ranks) == 2
-            stop(run, out)
+            stop(run)
             wait_until_gone(ranks)
-        left[way] = labels_in(out / "checkpoints-temp"), (out / "finished").exists()
-        trainings.append(Training(words))
-    straight, *again = launch_many(2, trainings, work)
+        left[way] = out, [*run.lines, refused]
+    return left
+
+
+def second_start(model: Path, data: Path, out: Path) -> str:
+    """What a second start of a run says that is alive; it is refused before it imports torch."""
+    environment = harness.cpu_env(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", PYTHONPATH=str(ROOT))
+    words = map(str, harness.flags(model, data, out, SLOW_STEPS))
+    command = [sys.executable, "-m", "ds_sft.train", *words]
+    done = subprocess.run(
+        command, env=environment, text=True, capture_output=True, timeout=120, check=False
+    )
+    return f"{done.returncode} {done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def straight_and_stopped(
+    launched: dict[str, tuple[Path, list[str]]],
+    tiny_model: Path,
+    tiny_data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Result, dict[str, Stopped]]:
+    """A run without a stop, and each that was stopped, as it was left and gone on with."""
+    work = tmp_path_factory.mktemp("stopped")
+
+    def words(out: Path) -> list[object]:
+        return harness.flags(tiny_model, tiny_data, out, SLOW_STEPS)
+
+    outs = {way: launched[way][0] if way in launched else work / way for way in WAYS}
+    straight, *forked = launch_many(
+        2,
+        [
+            Training(words(work / "straight")),
+            *(Training(words(outs[way]), {"FAIL_AT": way}, "failing_rank") for way in FORKED),
+        ],
+        work,
+    )
     assert straight.codes == [0, 0], straight.text[-3000:]
+    for result in forked:
+        assert result.codes == [75, 75], result.text[-3000:]
+    left = {
+        way: (labels_in(out / "checkpoints-temp"), (out / "finished").exists())
+        for way, out in outs.items()
+    }
+    again = launch_many(2, [Training(words(outs[way])) for way in WAYS], work)
     return straight, {
         way: Stopped(*left[way], result) for way, result in zip(WAYS, again, strict=True)
     }
@@ -105,52 +148,47 @@ def test_a_stopped_run_saves_leaves_soon_and_goes_on_bit_identically(
 
 
 def test_in_a_step_of_minutes_the_ranks_leave_with_75_in_seconds_and_a_second_signal_is_harmless(
-    tiny_model: Path, tiny_data: Path, tmp_path: Path
+    start_and_long_step: dict[str, Result],
 ) -> None:
-    out = tmp_path / "run"
+    run = start_and_long_step["two signals"]
+    assert run.codes == [75, 75], run.text[-3000:]
+    assert "[stop] SIGTERM after 0 steps" in run.text
+    signalled, left = ((run.out / name).stat().st_mtime for name in ("signalled", "left"))
+    assert left - signalled < SECONDS_TO_LEAVE
+    assert harness.metrics(run.out) == []
+
+
+def test_a_second_start_is_refused_while_the_first_is_alive(
+    launched: dict[str, tuple[Path, list[str]]],
+) -> None:
+    out, said = launched["SIGTERM to launch.py"]
+    assert said[-1].startswith(f"2 error: another run of --out {out} is alive"), said[-1]
+    assert said[-1].count("\n") == 1
+
+
+def test_a_stop_during_start_up_is_not_lost(start_and_long_step: dict[str, Result]) -> None:
+    run = start_and_long_step["stop at start-up"]
+    assert run.codes == [75, 75], run.text[-3000:]
+    assert "[stop] the file `stop` appeared after 0 steps" in run.text
+    assert harness.metrics(run.out) == []
+
+
+@pytest.fixture(scope="module")
+def start_and_long_step(
+    tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Result]:
+    """A run that is stopped while it starts, then one in a step that would take minutes."""
+    work = tmp_path_factory.mktemp("started")
     long_step = {"--train-batch-size": 20_000, "--num-train-steps": 2}
-    with Running(2, *harness.flags(tiny_model, tiny_data, out, long_step)) as run:
-        run.wait_for("First batch loaded")
-        time.sleep(2)
-        ranks = ranks_of(run)
-        for _ in range(2):
-            ranks[0].send_signal(signal.SIGTERM)
-            time.sleep(0.2)
-        seconds = wait_until_gone(ranks)
-        run.wait_for("[stop] SIGTERM after 0 steps")
-        run.process.wait(timeout=30)
-    assert seconds < SECONDS_TO_LEAVE
-    assert run.process.returncode == 75
-    assert harness.metrics(out) == []
-
-
-def test_a_second_start_is_refused_while_orphans_of_the_first_are_alive(
-    tiny_model: Path, tiny_data: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
-    endless = {**SLOW_STEPS, "--num-train-steps": 500}  # however long the second start takes
-    words = harness.flags(tiny_model, tiny_data, out, endless)
-    with Running(2, *words) as run:
-        run.wait_for("Progress on:train 1it")
-        done = harness.launch(2, *words)
-        assert done.returncode == 2, done.stdout[-2000:]
-        assert f"error: another run of --out {out} is alive" in done.stdout
-        assert "step-" not in "".join(p.name for p in out.rglob("*.partial"))
-
-
-def test_a_stop_during_start_up_is_not_lost(
-    tiny_model: Path, tiny_data: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
-    with Running(2, *harness.flags(tiny_model, tiny_data, out, SLOW_STEPS)) as run:
-        run.wait_for("[init]")
-        ranks = ranks_of(run)
-        (out / "stop").touch()
-        wait_until_gone(ranks)
-        run.wait_for("[stop] the file `stop` appeared after 0 steps")
-        run.process.wait(timeout=30)
-    assert run.process.returncode == 75
-    assert harness.metrics(out) == []
+    changes = {"stop at start-up": SLOW_STEPS, "two signals": long_step}
+    trainings = [
+        Training(
+            harness.flags(tiny_model, tiny_data, work / name, more), {"FAIL_AT": name},
+            "failing_rank",
+        )
+        for name, more in changes.items()
+    ]  # fmt: skip
+    return dict(zip(changes, launch_many(2, trainings, work), strict=True))
 
 
 # Where the signal comes, flags beside six steps, completed steps at the stop.

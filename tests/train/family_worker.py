@@ -1,8 +1,6 @@
 """One rank that loads, trains and exports a tiny model of every class; see test_family_exports.py.
 
-    deepspeed --num_gpus 1 family_worker.py OUT.json
-
-Writes a row of what was found for each case; the test looks at it.
+Writes a row of what was found for each case to the file --out; the test looks at it.
 """
 
 from __future__ import annotations
@@ -141,7 +139,8 @@ def examine(name: str, plain: Any, directory: Path, out: Path) -> dict[str, Any]
     }
 
 
-def main(out: Path) -> None:
+def main(words: list[str]) -> None:
+    out = Path(words[words.index("--out") + 1])
     attention.register("sdpa")
     rows = []
     with distributed(5):
@@ -161,7 +160,3 @@ def main(out: Path) -> None:
                 examine(f"{family}, wrapped", plain, directory, out.parent / f"{family} text")
             )
     out.write_text(json.dumps(rows))
-
-
-if __name__ == "__main__":
-    main(Path(next(word for word in sys.argv[1:] if not word.startswith("--"))))
