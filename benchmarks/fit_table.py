@@ -65,7 +65,7 @@ def cells_of(config: dict[str, Any], length: int, host: int, small: bool) -> lis
             mlp_tiles="auto" if small else 0,
         )  # fmt: skip
         model = model_of(folder)
-    question = Question(model=model, flags=flags, activations=measured(config, flags))
+    question = Question(model=model, flags=flags, activations=measured(model, flags))
     return [cell(question, card, host) for card in CARDS]
 
 

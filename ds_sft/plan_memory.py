@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ds_sft.run_config import RunConfig
 
 GPUS_OF_A_NODE = 8
+BUDGET_TOLERANCE = 1.1  # of --memory-budget-gb
 
 
 def facts(plan: Plan) -> dict[str, Any]:
@@ -44,7 +45,16 @@ def facts(plan: Plan) -> dict[str, Any]:
         moments=low_rank.moments_of(plan.model.shapes, recipe, plan.batches.world_size),
     )
     need = memory.need(setup, plan.ds_config, activations(plan))
-    return {**need_facts(need), "assumptions": memory.ASSUMPTIONS}
+    budget = plan.run.memory_budget_gb
+    allocated = need.gpu.total - need.gpu.slack  # as a run measures its peak: without the context
+    return {
+        **need_facts(need),
+        "budget": {
+            "gb": budget, "allocated": allocated,
+            "stops": 0 < BUDGET_TOLERANCE * budget < allocated / 1e9,
+        },
+        "assumptions": memory.ASSUMPTIONS,
+    }  # fmt: skip
 
 
 def activations(plan: Plan) -> Activations:
@@ -72,11 +82,10 @@ def of_layers(
         recompute_every=flags.recompute_every, mlp_tiles=flags.mlp_tiles,
         offload_activations=flags.offload_activations,
     )  # fmt: skip
+    config = dict(model.config)
+    how = {"dtype": getattr(torch, dtype), "loss_chunk_size": flags.loss_chunk_size}
     try:
-        small, large = of_choices(
-            model.config, tokens, choices, dtype=getattr(torch, dtype),
-            loss_chunk_size=flags.loss_chunk_size, kernel=kernel,
-        )  # fmt: skip
+        small, large = of_choices(config, tokens, choices, **how, kernel=kernel)
     except DsSftError:
         raise
     except Exception as error:  # transformers' classes check their configurations in many ways
@@ -96,6 +105,9 @@ def rows(said: dict[str, Any]) -> list[tuple[str, str]]:
     """The table: name and text."""
     gpu, host = said["gpu"], said["host"]
     parts = {k: v for k, v in gpu.items() if k not in ("phase", "total") and v}
+    budget = said["budget"]
+    verdict = "the run would stop" if budget["stops"] else "within it and a tenth"
+    held = f"{budget['gb']:g} GB; {budget['allocated'] / 1e9:.2f} GB would be allocated: {verdict}"
     return [
         ("a GPU at its peak", f"{_gib(gpu['total'])}, in the {gpu['phase']}"),
         *((f"... {name}", _gib(size)) for name, size in parts.items()),
@@ -103,6 +115,7 @@ def rows(said: dict[str, Any]) -> list[tuple[str, str]]:
          f"{_gib(host['buffers'])}, processes {_gib(host['processes'])} ({GPUS_OF_A_NODE} GPUs a "
          "node at most)"),
         ("NVMe of a node", _gib(said["nvme"]) if said["nvme"] else "none"),
+        *([("budget", held)] if budget["gb"] else []),
         ("assumed", said["assumptions"]),
     ]  # fmt: skip
 

@@ -398,6 +398,20 @@ def test_a_plan_says_what_the_run_needs(
     assert "a GPU at its peak" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("share", "verdict"), [(0.9, "the run would stop"), (0.92, "within it")])
+def test_a_plan_says_whether_the_budget_would_end_the_run(
+    share: float, verdict: str, tiny_model: Path, tiny_data: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A run may exceed it by a tenth: 1 / 1.1 is 0.909."""
+    words = [*map(str, harness.flags(tiny_model, tiny_data, tmp_path / "out")), "--memory"]
+    cli.main(["plan", *words, "--json"])
+    said = json.loads(capsys.readouterr().out)["memory"]
+    peak = (said["gpu"]["total"] - said["gpu"]["slack"]) / 1e9
+    cli.main(["plan", *words, "--memory-budget-gb", str(share * peak)])
+    assert verdict in capsys.readouterr().out
+
+
 def test_fit_and_plan_know_the_bytes_of_apollos_state(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,6 @@ from ds_sft.errors import OutOfMemory
 from ds_sft.plan import Plan
 from ds_sft.run_config import RunConfig
 
-TOLERANCE = 1.1  # of a budget
 _SMALL = 10_000_000  # bytes that no breakdown names
 _NAMES = {"gpu": "GPU", "host": "host", "cuda": "GPU or page-locked host"}
 
@@ -31,7 +30,7 @@ _NAMES = {"gpu": "GPU", "host": "host", "cuda": "GPU or page-locked host"}
 def over_budget(run: RunConfig) -> bool:
     """Whether this rank's peak exceeds the budget by more than a tenth."""
     budget = run.memory_budget_gb
-    return budget > 0 and used_memory.peak_memory_gb() > TOLERANCE * budget
+    return budget > 0 and used_memory.peak_memory_gb() > plan_memory.BUDGET_TOLERANCE * budget
 
 
 def budget_error(plan: Plan) -> OutOfMemory:
@@ -40,9 +39,10 @@ def budget_error(plan: Plan) -> OutOfMemory:
     dist.all_gather_object(peaks, used_memory.peak_memory_gb())
     worst = max(range(len(peaks)), key=peaks.__getitem__)
     budget = plan.run.memory_budget_gb
+    most = plan_memory.BUDGET_TOLERANCE * budget
     return OutOfMemory(
         f"the peak memory of rank {worst} is {peaks[worst]:.2f} GB, more than --memory-budget-gb "
-        f"{budget:g} and a tenth ({TOLERANCE * budget:.2f} GB): {what_to_try(plan, _short())}"
+        f"{budget:g} and a tenth ({most:.2f} GB): {what_to_try(plan, _short())}"
     )
 
 
