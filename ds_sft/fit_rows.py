@@ -9,16 +9,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_sft.engine import memory, tuning
 from ds_sft.engine.memory import Need
 from ds_sft.engine.rates import Rates, Seconds
 from ds_sft.errors import ConfigError
 from ds_sft.fit_question import Machine, Question
-
-if TYPE_CHECKING:
-    pass
 
 LENGTHS = tuple(1024 * n for n in (512, 256, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1))
 WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128)

@@ -166,7 +166,6 @@ def test_a_resume_from_swapped_state_is_bit_identical(name: str, runs: dict[str,
     assert "resumed from" in resumed.text
     same_tail(resumed, straight)
     same_state(state(resumed), state(straight))
-    assert harness.same_files(resumed.out / "hf/step-2", straight.out / "hf/step-2")
 
 
 @pytest.mark.slow
@@ -190,7 +189,12 @@ def test_a_checkpoint_of_swapped_state_is_like_any_other(runs: dict[str, Result]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("nvme", "float32"), ("bf16 both", "float32"), ("bf16 both, resumed", "bfloat16")],
+    [
+        ("nvme", "float32"),
+        ("nvme, resumed", "float32"),
+        ("bf16 both", "float32"),
+        ("bf16 both, resumed", "bfloat16"),
+    ],
 )
 def test_live_and_offline_exports_of_swapped_state_are_the_same_bytes(
     name: str, dtype: str, runs: dict[str, Result], tmp_path: Path
