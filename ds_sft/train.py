@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ds_sft.cli import reporting
 from ds_sft.data.model_files import ModelFiles
 from ds_sft.engine import meeting, swap_files
-from ds_sft.engine.machine import set_threads
+from ds_sft.engine.machine import check_accelerator, set_threads
 from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.flags import parse_train
 from ds_sft.plan import Plan, check, show
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 return dry_run(plan) if is_rank_zero() else None
             if already_finished(plan):
                 return None
+            check_accelerator()
         stopping = Stopping(RunDir(run.run_dir).stop)
         with RunLock(RunDir(run.run_dir).lock) if is_rank_zero() else contextlib.nullcontext():
             if is_rank_zero():

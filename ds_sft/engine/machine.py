@@ -1,8 +1,9 @@
-"""What this host gives to its ranks: cores, memory, and the limits of a container on both.
+"""What this host gives to its ranks: accelerator, cores, memory, and a container's limits on them.
 
 Owns the reading of cgroups (both versions) and the number of OpenMP threads of a rank. Invariants:
 a limit is the tightest of the host's and of every group around this process; the threads are set
-before torch starts, since it reads them once. Leaves what a run needs to its callers. No torch.
+before torch starts, since it reads them once. Leaves what a run needs to its callers. Imports torch
+only to look for CUDA, where somebody asks for it by name.
 """
 
 from __future__ import annotations
@@ -11,11 +12,32 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ds_sft.errors import ConfigError
+
 GPUS_OF_A_HOST = 8  # assumed by a plan; a launched run knows
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 # Without a limit, version 1 says the largest multiple of a page below 2^63.
 _NO_LIMIT = 2**60
+
+
+def accelerator_problem() -> str:
+    """Why the accelerator that DS_ACCELERATOR names cannot be had; empty when it can."""
+    asked = os.environ.get("DS_ACCELERATOR", "")
+    if asked not in ("", "cpu", "cuda"):
+        return f"DS_ACCELERATOR={asked}, but ds_sft knows cuda and cpu"
+    if asked != "cuda":
+        return ""
+    import torch
+
+    return "" if torch.cuda.is_available() else "DS_ACCELERATOR=cuda, but no CUDA device is seen"
+
+
+def check_accelerator() -> None:
+    """Raise ConfigError where DeepSpeed would end with a traceback: DS_ACCELERATOR is no good."""
+    problem = accelerator_problem()
+    if problem:
+        raise ConfigError(f"{problem}: unset it")
 
 
 def local_ranks(world_size: int) -> int:

@@ -179,16 +179,10 @@ def gpu() -> Check:
     """The CUDA devices."""
     import torch
 
-    asked = os.environ.get("DS_ACCELERATOR", "")
-    here = torch.cuda.is_available()
-    if asked not in ("", "cpu", "cuda") or (asked == "cuda" and not here):
-        why = "no CUDA device is seen" if asked == "cuda" else "ds_sft knows cuda and cpu"
-        return Check(
-            name="GPU", state="FAIL",
-            detail=f"DS_ACCELERATOR={asked}, but {why}",
-            advice="unset it", stops=("all",),
-        )  # fmt: skip
-    if not here:
+    problem = machine.accelerator_problem()
+    if problem:
+        return Check(name="GPU", state="FAIL", detail=problem, advice="unset it", stops=("all",))
+    if not torch.cuda.is_available():
         why = "torch was built without CUDA" if torch.version.cuda is None else "no device is seen"
         return Check(
             name="GPU", state="warn", detail=f"none: {why}",

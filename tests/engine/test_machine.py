@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_sft.engine import machine
+from ds_sft.errors import ConfigError
 
 GB = 10**9
 
@@ -147,3 +148,19 @@ def test_a_launcher_that_is_gone_bound_nobody(host: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(machine.os, "sched_getaffinity", affinity)
     assert "4 OMP threads a rank (16 cores for 4 ranks" in machine.set_threads(dict(RANKS_OF_4))
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [("foo", "ds_sft knows cuda and cpu: unset it"), ("cuda", "no CUDA device is seen: unset it")],
+)
+def test_an_accelerator_that_is_not_there_is_refused_by_name(
+    asked: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("DS_ACCELERATOR", asked)
+    with pytest.raises(ConfigError, match=f"^DS_ACCELERATOR={asked}, but {words}$"):
+        machine.check_accelerator()
+    for free in ("", "cpu"):
+        monkeypatch.setenv("DS_ACCELERATOR", free)
+        machine.check_accelerator()
