@@ -16,8 +16,8 @@ from typing import Any
 
 from ds_sft.engine import rates, tuning
 from ds_sft.engine.memory import GIB
-from ds_sft.fit import CONFIGS, FitFlags, measured, model_of, read_configs
-from ds_sft.fit_question import Machine, Question
+from ds_sft.fit import measured, model_of, read_configs
+from ds_sft.fit_question import CONFIGS, FitFlags, Machine, Question
 from ds_sft.fit_rows import row, usable
 
 _SHAPES = {

@@ -1,8 +1,8 @@
 """`ds-sft fit`: can this model be trained at this length here, with which JSON, how fast?
 
-Owns the flags, the model's shapes (config.json is enough) and the written file. The comparison is
-`fit_rows`', how it looks `fit_view`'s; what layers keep is measured by `model.activations`, and
-torch is imported only for that.
+Owns the model's shapes (config.json is enough) and the written file. The flags are
+`fit_question`'s, the comparison is `fit_rows`', how it looks `fit_view`'s; what layers keep is
+measured by `model.activations`, and torch is imported only for that.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ds_sft.data.architectures import check_architecture, expected_shapes
 from ds_sft.data.hub import cached_revision
@@ -29,95 +28,10 @@ from ds_sft.engine.config import read_json
 from ds_sft.engine.host_memory import device
 from ds_sft.engine.memory import Activations
 from ds_sft.errors import ConfigError
-from ds_sft.fit_question import Question
+from ds_sft.fit_question import FitFlags, Question
 from ds_sft.fit_rows import compare, fitting, row, usable
 from ds_sft.plan_memory import of_layers
 from ds_sft.run.atomic import write_file
-
-CONFIGS = Path("ds_configs")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitFlags:
-    """Say which DeepSpeed JSON fits a machine, what it needs and how fast it is."""
-
-    model_id: str
-    """Hugging Face id in the cache, or a directory; config.json is enough, weights are not read."""
-    max_seq_len: int = 32768
-    """Tokens of a pack."""
-    gpu_memory: str = ""
-    """Memory of one GPU, for example 24GiB or 80GB; default: this machine's."""
-    host_memory: str = ""
-    """Memory of one node; default: this machine's, or its container's limit."""
-    nvme_path: Path | None = None
-    """Directory on a local disk for swap files; its free space counts."""
-    world_size: int = 1
-    """Ranks (GPUs) over all nodes."""
-    gpus_per_node: int = 8
-    """GPUs that share a node's memory and disk."""
-    per_device_batch: int = 1
-    """Packs per rank in one microbatch."""
-    train_batch_size: int = 64
-    """Packs in one optimizer step, for the estimated time."""
-    loss_groups: int = 2
-    """As in training: parts of a step, each of whole microbatches on every rank."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of forward and backward."""
-    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which gradients are summed over ranks."""
-    optimizer: Literal["adamw", "apollo", "apollo-mini"] = "adamw"
-    """As in training: moments of every parameter, or low-rank ones."""
-    apollo_rank: int | None = None
-    """As in training: rank of the moments; none = 256, of apollo-mini 1."""
-    master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """As in training: precision of the masters."""
-    optimizer_state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """As in training: precision of Adam's moments."""
-    loss_chunk_size: int = 2048
-    """Tokens per chunk of the cross-entropy."""
-    recompute_every: int = 1
-    """As in training: compute every so many layers again in backward; 0 = none."""
-    offload_activations: bool = False
-    """As in training: inputs of recomputed layers wait in host memory."""
-    mlp_tiles: int | Literal["auto"] = 0
-    """As in training: run each MLP over so many tiles of tokens."""
-    configs: Path = CONFIGS
-    """Directory of the DeepSpeed JSONs to compare, or one file."""
-    measure: bool = False
-    """Measure this machine's rates (matrix products, memory, disk) instead of assuming them."""
-    probe: int = 0
-    """Run so many real optimizer steps (2 or more) of the fastest three that fit, with sizes for
-    this model, on this machine; 0 = predict only."""
-    write: Path | None = None
-    """Write the fastest that fits as a JSON with sizes for this model; with --probe the fastest
-    measured."""
-    json: bool = False
-    """Print one JSON object instead of a table."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_seq_len", "world_size", "gpus_per_node", "per_device_batch",
-                     "train_batch_size", "loss_groups", "loss_chunk_size"):  # fmt: skip
-            value = getattr(self, name)
-            if not 1 <= value <= 10**9:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag}={value} must be from 1 to 1,000,000,000")
-        for name in ("recompute_every", "mlp_tiles"):
-            value = getattr(self, name)
-            if value != "auto" and not 0 <= value <= 10**9:
-                raise ConfigError(f"--{name.replace('_', '-')}={value} must be 0 or more")
-        if self.probe != 0 and not 2 <= self.probe <= 1000:
-            raise ConfigError(
-                f"--probe={self.probe} must be from 2 to 1000 steps (the first one does not count)"
-            )
-        if self.offload_activations and self.recompute_every == 0:
-            raise ConfigError(
-                "--offload-activations with --recompute-every 0: there are no inputs to move"
-            )
-        if self.compute_dtype == "float32" and self.grad_reduce_dtype == "bfloat16":
-            raise ConfigError(
-                "--compute-dtype float32 with --grad-reduce-dtype bfloat16 is refused by training: "
-                "use --grad-reduce-dtype float32"
-            )
 
 
 def run(flags: FitFlags) -> None:

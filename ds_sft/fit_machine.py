@@ -26,7 +26,7 @@ from ds_sft.fit_question import Machine
 if TYPE_CHECKING:
     import torch
 
-    from ds_sft.fit import FitFlags
+    from ds_sft.fit_question import FitFlags
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {p + "B": 1000**i for i, p in enumerate("KMGT", 1)}

@@ -17,7 +17,7 @@ from ds_sft.recipe import low_rank
 
 if TYPE_CHECKING:
     from ds_sft.data.model_files import ModelFiles
-    from ds_sft.fit import FitFlags
+    from ds_sft.fit_question import FitFlags
     from ds_sft.plan import Plan
     from ds_sft.run_config import RunConfig
 

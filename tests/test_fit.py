@@ -18,10 +18,11 @@ from ds_sft.engine import memory, rates
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.engine.machine import memory_limit
 from ds_sft.errors import ConfigError
-from ds_sft.fit import FitFlags, model_of, question_about, read_configs
+from ds_sft.fit import model_of, question_about, read_configs
 from ds_sft.fit_machine import parse_size
-from ds_sft.fit_question import Machine, Question
+from ds_sft.fit_question import FitFlags, Machine, Question
 from ds_sft.fit_rows import advice, compare, fitting, other_layers, shortages, usable
+from ds_sft.flags import parse_flags
 from ds_sft.recipe import low_rank
 from ds_sft.recipe.named import RECIPES
 
@@ -71,6 +72,11 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
         code = int(exit_.code or 0)
     out = capsys.readouterr()
     return code, out.out, out.err
+
+
+def test_the_disk_may_be_called_nvme_alone() -> None:
+    words = ["--model-id", "m", "--nvme", "/mnt/nvme"]
+    assert parse_flags(FitFlags, words, "ds-sft fit").nvme_path == Path("/mnt/nvme")
 
 
 def test_the_model_without_weights_is_the_one_that_transformers_builds() -> None:

@@ -20,8 +20,8 @@ from ds_sft.engine import rates
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.engine.memory import GIB, Activations
 from ds_sft.errors import ConfigError
-from ds_sft.fit import FitFlags, model_of, read_configs
-from ds_sft.fit_question import Machine, Question
+from ds_sft.fit import model_of, read_configs
+from ds_sft.fit_question import FitFlags, Machine, Question
 from ds_sft.fit_rows import Row, best_of_each, usable
 from ds_sft.recipe.named import RECIPES
 

@@ -10,7 +10,6 @@ Uses nothing of the code that writes exports: what it checks must not be wrong i
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ds_sft.errors import CheckpointError
+from ds_sft.run.hf_format import read_json_object
 
 _INDEX = "model.safetensors.index.json"
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
@@ -26,7 +26,7 @@ _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gg
 
 def verify_export(path: Path) -> list[str]:
     """Return what was checked; raise CheckpointError with the first thing wrong."""
-    config = _read_json(path / "config.json")
+    config = read_json_object(path / "config.json")
     dtype = _stated_dtype(path, config)
     files = _weight_files(path)
     expected = _expected_shapes(path)
@@ -38,22 +38,9 @@ def verify_export(path: Path) -> list[str]:
     lines.append(f"tie_word_embeddings={str('lm_head.weight' not in location).lower()} is true")
     lines.append(_check_tokenizer(path, config))
     if (path / "generation_config.json").exists():
-        _read_json(path / "generation_config.json")
+        read_json_object(path / "generation_config.json")
         lines.append("generation_config.json can be read")
     return lines
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, or raise CheckpointError that names the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return value
 
 
 def _stated_dtype(path: Path, config: dict[str, Any]) -> str:
@@ -78,7 +65,7 @@ def _weight_files(path: Path) -> list[Path]:
     if not index.exists() and [file.name for file in files] != ["model.safetensors"]:
         raise CheckpointError(f"{index} is missing for {len(files)} weight files")
     if index.exists():
-        named = set(_read_json(index).get("weight_map", {}).values())
+        named = set(read_json_object(index).get("weight_map", {}).values())
         if named != {file.name for file in files}:
             odd = sorted(named ^ {file.name for file in files})[0]
             raise CheckpointError(f"{odd}: {index.name} and the directory differ about this file")
@@ -170,7 +157,7 @@ def _check_index(path: Path, location: dict[str, Path], total: int) -> str:
     """Check the index against the files, if there is one."""
     if not (path / _INDEX).exists():
         return "one weight file, no index needed"
-    index = _read_json(path / _INDEX)
+    index = read_json_object(path / _INDEX)
     weight_map = index.get("weight_map")
     if weight_map != {name: file.name for name, file in location.items()}:
         raise CheckpointError(f"{path / _INDEX} places tensors where they are not")
