@@ -268,10 +268,12 @@ def test_sigterm_and_a_closed_terminal_are_ctrl_c_for_a_probe() -> None:
 def test_a_probe_that_is_interrupted_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     import psutil
 
+    ours, torchs = tmp_path / "ours", tmp_path / "torchs"
+    ours.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "ds_sft", *words_of(tiny_model, SHIPPED / "zero3.json")],
-        env=harness.cpu_env(TMPDIR=str(tmp_path)), cwd=ROOT, text=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        env=harness.cpu_env(TMPDIR=str(ours), TORCHINDUCTOR_CACHE_DIR=str(torchs)), cwd=ROOT,
+        text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         # Where the tests run in the background of a shell, Ctrl-C means nothing to what they start.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
@@ -289,4 +291,4 @@ def test_a_probe_that_is_interrupted_leaves_nothing(tiny_model: Path, tmp_path: 
     assert process.wait(timeout=60) == 130, rest
     assert "interrupted" in rest
     assert not [p for p in started if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert list(tmp_path.iterdir()) == []
+    assert list(ours.iterdir()) == []
