@@ -166,19 +166,10 @@ def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:
         notes.append(f"NOT LEVANTER'S CURVE: {', '.join(recipe.departures)}")
     _note_oddities(run, recipe, schedule, batches, model, notes)
     return Plan(
-        run=run,
-        recipe=recipe,
-        data=data,
-        schedule=schedule,
-        batches=batches,
-        validation=validation,
-        ds_config=ds_config,
-        model=model,
-        tokenizer_dir=tokenizer_dir,
-        resume_from=point,
-        passed_over=list(broken.values()),
-        notes=notes,
-    )
+        run=run, recipe=recipe, data=data, schedule=schedule, batches=batches,
+        validation=validation, ds_config=ds_config, model=model, tokenizer_dir=tokenizer_dir,
+        resume_from=point, passed_over=list(broken.values()), notes=notes,
+    )  # fmt: skip
 
 
 def _batches(

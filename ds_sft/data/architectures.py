@@ -85,11 +85,8 @@ def check_architecture(
         )
     if allow_untested:
         return _check_untested(directory, name, config)
-    stem, stems = (
-        name.removesuffix(_SUFFIX),
-        [n.removesuffix(_SUFFIX) for n in TESTED_ARCHITECTURES],
-    )
-    near = difflib.get_close_matches(stem, stems, n=1)
+    stems = [tested.removesuffix(_SUFFIX) for tested in TESTED_ARCHITECTURES]
+    near = difflib.get_close_matches(name.removesuffix(_SUFFIX), stems, n=1)
     raise ConfigError(
         f"{directory}: architecture {name} is not tested: use "
         f"{near[0] + _SUFFIX if near else _tested()}, or check {TO_BE_CHECKED}, and go on with "
