@@ -268,9 +268,12 @@ def _read(found: Row, config: dict[str, Any], expected: int, base: Path, code: i
 
 
 def _last_words(log: Path) -> str:
+    """The last error; without one, the last line that is not the launcher's own."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return ([*lines[-1:], *errors] or ["nothing was said"])[-1][:300]
+    own = [line for line in lines if "[launch.py:" not in line]
+    errors = [line for line in own if line.startswith(("error: ", "Fatal Python error: "))]
+    last = ([*lines[-1:], *own[-1:], *errors[-1:]] or ["nothing was said"])[-1]
+    return last.removeprefix("error: ")[:300]
 
 
 def _say(line: str) -> None:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_sft.cli import reporting
+from ds_sft.engine.leaving import ending_at_once, leave
 from ds_sft.engine.machine import set_threads
-from ds_sft.train import ending_at_once
 
 LEARNING_RATE = 1e-6
 
@@ -116,3 +116,4 @@ def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -12,14 +12,13 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_sft.cli import reporting
 from ds_sft.data.model_files import ModelFiles
-from ds_sft.engine import meeting, swap_files
+from ds_sft.engine.leaving import ending_at_once, leave
 from ds_sft.engine.machine import check_accelerator, set_threads
 from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.flags import parse_train
@@ -69,30 +68,6 @@ def dry_run(plan: Plan) -> None:
     for line in preflight.check(plan):
         print(f"[preflight] {line}", flush=True)
     print("[preflight] passed", flush=True)
-
-
-@contextlib.contextmanager
-def ending_at_once() -> Iterator[None]:
-    """After an error between the ranks, leave with its exit code and without Python's teardown.
-
-    Before they have met, those of other hosts are told instead.
-    A process group that is still alive makes the teardown abort now and then (seen as 250, from
-    SIGABRT), which would hide the code; and to close it in order takes the other ranks.
-    """
-    try:
-        yield
-    except BaseException as error:
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is None or not distributed.is_initialized():
-            meeting.tell_others()
-            raise
-        code = error.code if isinstance(error, SystemExit) else 1
-        if not isinstance(error, SystemExit):
-            traceback.print_exc()
-        swap_files.release()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
 
 
 def is_rank_zero() -> bool:
@@ -277,3 +252,4 @@ def with_model(plan: Plan) -> tuple[Plan, ModelFiles, Path]:
 
 if __name__ == "__main__":
     main()
+    leave()

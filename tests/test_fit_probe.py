@@ -97,6 +97,8 @@ def test_the_first_step_does_not_count_and_the_fullest_rank_does(
         ([], 247, "", "out of memory (a rank was killed"),
         ([{}], 2, "error: no compiler here\n[launcher] bye", "failed: no compiler here"),
         ([], 1, "Traceback\nValueError: x\n", "failed: ValueError: x"),
+        ([], 1, "ValueError: x\n[t] [ERROR] [launch.py:259:y] code = -6", "failed: ValueError: x"),
+        ([], 250, "Fatal Python error: Aborted\n\nExtension modules: a, b", "failed: Fatal Python"),
         ([], 1, "", "failed: nothing was said"),
     ],
 )

@@ -24,6 +24,7 @@ from ds_sft.engine import machine
 LOOK_SECONDS = 1.0
 TELL_SECONDS = 30.0  # so much later may another host's ranks come to the meeting point
 ENDED, HEARD = "ds_sft/ended", "ds_sft/heard"
+_met = threading.Event()
 
 
 def over_several_hosts() -> bool:
@@ -58,23 +59,27 @@ def listening() -> Iterator[None]:
 
     One of its own host needs no word: the launcher ends this rank, and would cut the word short.
     """
-    met = threading.Event()
     if over_several_hosts():
-        threading.Thread(target=_listen, args=(met,), daemon=True).start()
+        threading.Thread(target=_listen, daemon=True).start()
     yield
-    met.set()
+    _met.set()
 
 
-def _listen(met: threading.Event) -> None:
+def over() -> bool:
+    """Whether the ranks have met: from then on there are others who may wait for this one."""
+    return _met.is_set()
+
+
+def _listen() -> None:
     store = None
-    while not met.wait(LOOK_SECONDS):
+    while not _met.wait(LOOK_SECONDS):
         with contextlib.suppress(Exception):  # the meeting point is not open yet
             if store is None and _is_open():
                 store = _store(timedelta(seconds=TELL_SECONDS), is_master=False)
             if store is None or not store.check([ENDED]):
                 continue
             node, _, who = store.get(ENDED).decode().partition(" ")
-            if node == _node() or met.is_set():
+            if node == _node() or _met.is_set():
                 continue
             store.add(HEARD, 1)
             print(

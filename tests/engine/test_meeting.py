@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import harness
@@ -35,6 +36,7 @@ def test_on_one_host_nothing_is_said_and_nobody_listens(monkeypatch: pytest.Monk
     for name, value in {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "nowhere"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(meeting, "_store", None)
+    monkeypatch.setattr(meeting, "_met", threading.Event())
     monkeypatch.setattr(meeting.threading, "Thread", None)
     meeting.tell_others()
     with meeting.listening():
