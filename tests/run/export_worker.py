@@ -344,4 +344,7 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    from ds_sft.engine.leaving import leave
+
     main(sys.argv[1:])
+    leave()

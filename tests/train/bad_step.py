@@ -85,9 +85,3 @@ def spoil_weight(mine: bool) -> None:
         return result
 
     step.train_step = train_step
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from transformers import AttentionInterface
 
 from ds_sft.engine import build, proofs
+from ds_sft.engine.leaving import leave
 from ds_sft.errors import DsSftError
 from ds_sft.flags import parse_train
 from ds_sft.model import attention
@@ -109,3 +110,4 @@ def same_files(out: Path, sha: str, start: str, rank: int) -> None:
 
 if __name__ == "__main__":
     main()
+    leave()
