@@ -31,7 +31,7 @@ COMMANDS = {
     "doctor": "is this machine ready: compilers, operators, disks, memory, kernels?",
     "env": "write .deepspeed_env: the variables that workers on other hosts need",
 }
-_MAINS = {"plan": "ds_sft.plan", "train": "ds_sft.train"}
+_MAINS = {"plan": "ds_sft.plan_view", "train": "ds_sft.train"}
 """Commands that parse their own words: the recipe decides the defaults of their flags."""
 _FLAGS = {
     "recipes": ("ds_sft.recipes", "RecipesFlags", "run"),

@@ -21,12 +21,10 @@ from ds_sft.engine import rates, swap_files
 from ds_sft.engine.machine import memory_limit
 from ds_sft.engine.rates import Rates
 from ds_sft.errors import ConfigError
-from ds_sft.fit_question import Machine
+from ds_sft.fit_question import FitFlags, Machine
 
 if TYPE_CHECKING:
     import torch
-
-    from ds_sft.fit_question import FitFlags
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {p + "B": 1000**i for i, p in enumerate("KMGT", 1)}

@@ -9,18 +9,16 @@ import dataclasses
 import json
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_sft import fit_probe
 from ds_sft.data.console import open_console
 from ds_sft.engine.memory import ASSUMPTIONS, GIB, Gpu, Need
 from ds_sft.engine.rates import Rates, Seconds
+from ds_sft.fit_probe import Probed
+from ds_sft.fit_question import Machine, Question
+from ds_sft.fit_rows import Row
 from ds_sft.recipe.batching import MAX_IDLE_SHARE
-
-if TYPE_CHECKING:
-    from ds_sft.fit_probe import Probed
-    from ds_sft.fit_question import Machine, Question
-    from ds_sft.fit_rows import Row
 
 _UNITS = {
     "gpu_flops": (1e12, "TFLOP/s of a GPU"),

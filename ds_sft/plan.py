@@ -1,4 +1,4 @@
-"""Everything that can be said about a run before a GPU is touched: `ds-sft plan`.
+"""Everything that can be said about a run before a GPU is touched.
 
 Owns `check`, which `train` calls as its first act: a plan that passes is a run that starts. It
 raises the first error that the run would hit in its arguments, its data, its model's files or its
@@ -9,7 +9,6 @@ under a second. Leaves what the numbers mean to `recipe`, and how they look to `
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -24,7 +23,6 @@ from ds_sft.engine import swap_files
 from ds_sft.engine.config import engine_config, read_json
 from ds_sft.engine.placement import note_host_memory
 from ds_sft.errors import ConfigError, DataError
-from ds_sft.flags import parse_with_recipe
 from ds_sft.plan_data import (
     Validation,
     check_pair,
@@ -79,42 +77,6 @@ class Plan:
         """What two ranks with the same data agree on, validation included."""
         validation = "" if self.validation is None else self.validation.data.manifest_sha256
         return self.data.manifest_sha256 + validation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFlags:
-    """Say what a run will do, need and refuse, without starting it."""
-
-    run: RunConfig
-    """Where and when."""
-    science: Recipe
-    """What decides the loss curve; defaults are those of --recipe."""
-    world_size: int = 1
-    """Ranks (GPUs) over all hosts."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
-    memory: bool = False
-    """Say too what the run needs of GPU, host memory and NVMe; takes some seconds."""
-    plot: Path | None = None
-    """Draw the learning rate with the export labels into this .png file."""
-
-
-def main(argv: Sequence[str]) -> None:
-    """`ds-sft plan`. Raises ConfigError or DataError for what the run would refuse."""
-    flags = parse_with_recipe(PlanFlags, argv, "ds-sft plan")
-    plan = check(flags.run, flags.science, flags.world_size)
-    if flags.plot is not None:
-        from ds_sft.plan_view import plot
-
-        plot(plan, flags.plot)
-    show(plan, as_json=flags.json, memory=flags.memory)
-
-
-def show(plan: Plan, as_json: bool = False, memory: bool = False) -> None:
-    """Print the plan: tables, or one JSON object; with what it needs of memory if asked."""
-    from ds_sft import plan_view
-
-    plan_view.show(plan, as_json=as_json, memory=memory)
 
 
 def check(run: RunConfig, recipe: Recipe, world_size: int) -> Plan:

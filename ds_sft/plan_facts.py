@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +17,13 @@ from ds_sft import presets
 from ds_sft.data.model_files import ModelFiles
 from ds_sft.data.order import LEVANTER_ORDERS
 from ds_sft.engine.config import optimizer_kind
+from ds_sft.plan import Plan
 from ds_sft.recipe import cadence, low_rank
 from ds_sft.recipe.batching import BatchPlan
 from ds_sft.recipe.decay import is_decayed
 from ds_sft.recipe.recipe import Recipe
 from ds_sft.recipe.schedule import Schedule
 from ds_sft.run_config import RunConfig
-
-if TYPE_CHECKING:
-    from ds_sft.plan import Plan
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _EPOCHS_BY_DEFAULT = 8

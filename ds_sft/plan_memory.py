@@ -7,19 +7,17 @@ the layers keep: seconds, not milliseconds, so a plan says it only when asked.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ds_sft.data.model_files import ModelFiles
 from ds_sft.engine import memory
 from ds_sft.engine.memory import Activations
 from ds_sft.engine.setup import Setup
 from ds_sft.errors import ConfigError, DsSftError
+from ds_sft.fit_question import FitFlags
+from ds_sft.plan import Plan
 from ds_sft.recipe import low_rank
-
-if TYPE_CHECKING:
-    from ds_sft.data.model_files import ModelFiles
-    from ds_sft.fit_question import FitFlags
-    from ds_sft.plan import Plan
-    from ds_sft.run_config import RunConfig
+from ds_sft.run_config import RunConfig
 
 GPUS_OF_A_NODE = 8
 BUDGET_TOLERANCE = 1.1  # of --memory-budget-gb

@@ -1,4 +1,4 @@
-"""How a plan looks: tables, one JSON object, a drawing of the learning rate.
+"""`ds-sft plan`: how a plan looks, as tables, one JSON object, a drawing of the learning rate.
 
 Owns the wording. Invariant: tables and JSON are made from the same `plan_facts`, so both always say
 the same. matplotlib is imported only when a plot is asked for. No torch.
@@ -8,16 +8,46 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_sft import plan_memory
 from ds_sft.data.console import open_console
 from ds_sft.errors import ConfigError
+from ds_sft.flags import parse_with_recipe
+from ds_sft.plan import Plan, check
 from ds_sft.plan_facts import corner_steps, facts
+from ds_sft.recipe.recipe import Recipe
+from ds_sft.run_config import RunConfig
 
-if TYPE_CHECKING:
-    from ds_sft.plan import Plan
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFlags:
+    """Say what a run will do, need and refuse, without starting it."""
+
+    run: RunConfig
+    """Where and when."""
+    science: Recipe
+    """What decides the loss curve; defaults are those of --recipe."""
+    world_size: int = 1
+    """Ranks (GPUs) over all hosts."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    memory: bool = False
+    """Say too what the run needs of GPU, host memory and NVMe; takes some seconds."""
+    plot: Path | None = None
+    """Draw the learning rate with the export labels into this .png file."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """`ds-sft plan`. Raises ConfigError or DataError for what the run would refuse."""
+    flags = parse_with_recipe(PlanFlags, argv, "ds-sft plan")
+    plan = check(flags.run, flags.science, flags.world_size)
+    if flags.plot is not None:
+        plot(plan, flags.plot)
+    show(plan, as_json=flags.json, memory=flags.memory)
 
 
 def show(plan: Plan, as_json: bool = False, memory: bool = False) -> None:

@@ -22,7 +22,7 @@ from ds_sft.engine.leaving import ending_at_once, leave
 from ds_sft.engine.machine import check_accelerator, set_threads
 from ds_sft.errors import ConfigError, DsSftError
 from ds_sft.flags import parse_train
-from ds_sft.plan import Plan, check, show
+from ds_sft.plan import Plan, check
 from ds_sft.run.console import outlive_console
 from ds_sft.run.layout import RunDir, labels_in, step_dir
 from ds_sft.run.lock import RunLock
@@ -62,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def dry_run(plan: Plan) -> None:
     """Show the plan, then refuse what only a look into the files finds. Raises what a run would."""
+    from ds_sft import plan_view
     from ds_sft.run import preflight
 
-    show(plan)
+    plan_view.show(plan)
     for line in preflight.check(plan):
         print(f"[preflight] {line}", flush=True)
     print("[preflight] passed", flush=True)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from ds_sft import plan as planning
+from ds_sft import plan_view
 from ds_sft.data.levanter_order import LevanterOrder
 from ds_sft.data.packed import PackedDataset
 from ds_sft.data.packed_writer import PackedWriter
@@ -99,7 +100,7 @@ def test_a_levanter_order_is_planned_over_the_whole_run(
     assert facts(plan)["steps"]["epochs"] == pytest.approx(12 * 8 / 28, abs=1e-4)
     per_step = [sum(plan.batches.step_tokens(step)) for step in range(12)]
     assert step_targets(plan.batches, 12).tolist() == per_step
-    planning.show(plan)
+    plan_view.show(plan)
     assert "levanter-era, seed 42: blocks of 7 packs over eras of 10;" in capsys.readouterr().out
 
 
@@ -279,9 +280,9 @@ def test_token_range_sees_an_id_in_any_pack(tmp_path: Path) -> None:
 
 
 def test_json_and_tables_say_the_same(golden: Plan, capsys: pytest.CaptureFixture[str]) -> None:
-    planning.show(golden, as_json=True)
+    plan_view.show(golden, as_json=True)
     said = json.loads(capsys.readouterr().out)
-    planning.show(golden)
+    plan_view.show(golden)
     text = capsys.readouterr().out
     assert said["exports"] == [11]
     assert f"{said['model']['parameters']:,} parameters" in text
@@ -294,7 +295,7 @@ def test_json_and_tables_say_the_same(golden: Plan, capsys: pytest.CaptureFixtur
 def test_the_recipe_in_the_json_makes_the_same_recipe_again(
     golden: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planning.show(golden, as_json=True)
+    plan_view.show(golden, as_json=True)
     assert Recipe(**json.loads(capsys.readouterr().out)["recipe"]) == golden.recipe
 
 
@@ -303,7 +304,7 @@ def test_plot_draws_a_picture(
 ) -> None:
     words = harness.flags(tiny_model, tiny_data, tmp_path / "run")
     picture = tmp_path / "lr.png"
-    planning.main([*map(str, words), "--world-size", "2", "--plot", str(picture)])
+    plan_view.main([*map(str, words), "--world-size", "2", "--plot", str(picture)])
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "Learning rate" in capsys.readouterr().out
 
@@ -314,7 +315,7 @@ def test_plot_without_matplotlib_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     words = harness.flags(tiny_model, tiny_data, tmp_path / "run")
     with pytest.raises(ConfigError, match=r"pip install 'ds-sft\[plot\]'"):
-        planning.main([*map(str, words), "--plot", str(tmp_path / "lr.png")])
+        plan_view.main([*map(str, words), "--plot", str(tmp_path / "lr.png")])
 
 
 def test_a_plan_leaves_nothing_behind(golden: Plan) -> None:
@@ -414,7 +415,7 @@ def test_the_plan_says_what_evaluations_cost(
     assert said["microbatches"] == 2  # 3 packs on 2 ranks
     assert said["microbatches_whole_run"] == 6
     assert said["training_microbatches"] == 12 * 4
-    planning.show(plan)
+    plan_view.show(plan)
     text = capsys.readouterr().out
     assert "3 with 27 trained of 30 tokens" in text
     assert "3: step-5 step-10, step-11" in text
@@ -516,7 +517,7 @@ def test_a_plan_with_apollo_says_who_goes_which_way_and_what_it_takes(
     lengths = [max(s) for n, s in plan.model.shapes.items() if "proj" in n]
     moments = dense + 8 * sum(lengths)
     assert said["disk"]["checkpoint"] == 4 * plan.model.num_parameters + 8 * moments
-    planning.show(plan)
+    plan_view.show(plan)
     out = capsys.readouterr().out
     assert "rank 8, scale 1, one factor a channel, a new projection every 200 updates" in out
     assert "plain AdamW: 11 tensors" in out

@@ -195,11 +195,11 @@ def test_plan_says_the_preset_and_stops_at_longer_packs(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from ds_sft import plan
+    from ds_sft import plan_view
 
     monkeypatch.chdir(ROOT)
     argv = ["--data", str(tiny_data), "--model-id", str(tiny_model), "--preset", "smoke-12gb"]
-    plan.main([*argv, "--json"])
+    plan_view.main([*argv, "--json"])
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert notes[0].startswith("preset smoke-12gb: epochs=1.0 (from preset), ")
     assert notes[1].startswith("NOT FOR PUBLISHING")
@@ -207,4 +207,4 @@ def test_plan_says_the_preset_and_stops_at_longer_packs(
     short = {**presets.PRESETS["16gb"], "max_seq_len": 32}
     monkeypatch.setitem(presets.PRESETS, "short", short)
     with pytest.raises(ConfigError, match="is for packs of up to 32 tokens"):
-        plan.main([*argv[:-1], "short"])
+        plan_view.main([*argv[:-1], "short"])
