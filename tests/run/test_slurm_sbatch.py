@@ -26,6 +26,11 @@ status=0
 for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
 exit $status
 """
+# A slow one: the step has ended before the script's own handler of the signal has.
+FAKE_TOUCH = """#!/bin/bash
+command -p touch "$@"
+sleep 0.3
+"""
 FAKE_DEEPSPEED = """#!/bin/bash
 printf '%s\\n' "$@" >"$CALLS/node-$SLURM_NODEID"
 cp hostfile.* "$CALLS/hostfile-$SLURM_NODEID"
@@ -44,7 +49,10 @@ class Job:
         self.calls, self.out, bin_dir = directory / "calls", directory / "run", directory / "bin"
         for folder in (self.calls, bin_dir):
             folder.mkdir()
-        fakes = {"scontrol": FAKE_SCONTROL, "srun": FAKE_SRUN, "deepspeed": FAKE_DEEPSPEED}
+        fakes = {
+            "scontrol": FAKE_SCONTROL, "srun": FAKE_SRUN, "deepspeed": FAKE_DEEPSPEED,
+            "touch": FAKE_TOUCH,
+        }  # fmt: skip
         for name, text in fakes.items():
             (bin_dir / name).write_text(text)
             (bin_dir / name).chmod(0o755)
